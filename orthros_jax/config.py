@@ -1,7 +1,7 @@
 """The settings of a run: frozen dataclasses, one section each, and the checks that cross fields.
 
-A YAML file under configs/ states only what differs from these defaults. The string under each field is its help
-text. `orthros_jax.config_reader` turns files and command-line overrides into a `Config`.
+A YAML file under configs/ states only what differs from these defaults. The string under each field is its
+help text. `orthros_jax.config_reader` turns files and command-line overrides into a `Config`.
 """
 
 import dataclasses
@@ -16,11 +16,15 @@ class ConfigError(UserError):
 
     Attributes:
       key: dotted name of the setting, for example "model.num_heads".
+      problem: what is wrong and how to repair it.
+
+    `source` says where the setting was given, for example "configs/quickstart.yaml:7" or "command line".
     """
 
-    def __init__(self, key: str, message: str):
-        super().__init__(f"{key}: {message}")
+    def __init__(self, key: str, problem: str, source: str = ""):
+        super().__init__(": ".join(part for part in (source, key, problem) if part))
         self.key = key
+        self.problem = problem
 
 
 def _require(condition: bool, key: str, message: str) -> None:
@@ -53,7 +57,7 @@ class ModelConfig:
     output_window: int | None = None
     """Keys that an output row sees, its own included; null is full causal attention (kind orthros)."""
     query_sharing: Literal["scale_offset", "shared", "separate"] = "scale_offset"
-    """How the two streams share the query projection: with a scale and offset each, as it is, or not at all."""
+    """How the streams share the query projection: with a scale and offset each, as it is, or not at all."""
     scale_offset_position: Literal["after_norm", "before_norm"] = "after_norm"
     """Whether scale and offset follow or precede the query normalisation (matters with qk_norm only)."""
     qk_norm: bool = False
@@ -83,17 +87,17 @@ class ModelConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of activations and matrix products."""
     statistics_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of normalisation statistics and of the logits in the loss; attention's softmax is always float32."""
+    """Type of normalisation statistics and of the loss's logits; attention's softmax is always float32."""
     attention_impl: Literal["auto", "xla", "cudnn"] = "auto"
     """Attention backend; auto takes the fastest one that supports the case and logs its choice."""
     remat: Literal["none", "save_dots", "save_attention", "full"] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products, all but attention outputs, everything."""
+    """What the backward pass recomputes: nothing, all but matrix products or attention outputs, everything."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim",
-                     "window", "max_sequence_length", "rope_original_length"):  # fmt: skip
+        sizes = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+        for name in (*sizes, "window", "max_sequence_length", "rope_original_length"):
             _require(getattr(self, name) > 0, f"model.{name}", f"must be positive, got {getattr(self, name)}")
-        for name in ("norm_eps", "rope_base", "rope_factor", "init_std"):
+        for name in ("norm_eps", "rope_base", "rope_factor", "rope_low_frequency_factor", "init_std"):
             _require(getattr(self, name) > 0, f"model.{name}", f"must be positive, got {getattr(self, name)}")
         _require(
             self.output_window is None or self.output_window > 0,
@@ -106,7 +110,9 @@ class ModelConfig:
             f"{self.num_kv_heads} does not divide model.num_heads {self.num_heads}; set both together",
         )
         _require(
-            self.head_dim % 2 == 0, "model.head_dim", f"rotary embedding needs an even size, got {self.head_dim}"
+            self.head_dim % 2 == 0,
+            "model.head_dim",
+            f"rotary embedding needs an even size, got {self.head_dim}",
         )
         _require(
             self.rope_scaling == "none" or self.rope_low_frequency_factor < self.rope_high_frequency_factor,
@@ -126,7 +132,7 @@ class DataConfig:
     sequence_length: int = 2048
     """Rows T of a training sequence; a window holds T + 1 tokens and consecutive windows share one."""
     source: str | None = None
-    """What to prepare where the only path does not exist yet: `python-stdlib`, a file, folder, glob or URL."""
+    """What to prepare if the only path does not exist yet: `python-stdlib`, a file, folder, glob or URL."""
     tokenizer: str = "byte"
     """Tokenizer for `source`: `byte`, a tokenizer.json file, or `train:SIZE` for a new BPE."""
     shuffle: bool = True
@@ -135,14 +141,18 @@ class DataConfig:
     """Batches that the loader reads ahead."""
 
     def __post_init__(self):
-        _require(self.sequence_length > 0, "data.sequence_length", f"must be positive, got {self.sequence_length}")
+        _require(
+            self.sequence_length > 0, "data.sequence_length", f"must be positive, got {self.sequence_length}"
+        )
         _require(self.prefetch > 0, "data.prefetch", f"must be positive, got {self.prefetch}")
         _require(
             len(self.weights) in (0, len(self.paths)),
             "data.weights",
             f"{len(self.weights)} weights for {len(self.paths)} paths; give one for each path or none",
         )
-        _require(all(w > 0 for w in self.weights), "data.weights", f"must all be positive, got {self.weights}")
+        _require(
+            all(w > 0 for w in self.weights), "data.weights", f"must all be positive, got {self.weights}"
+        )
         _require(
             self.source is None or len(self.paths) == 1,
             "data.source",
@@ -159,7 +169,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up; wsd holds the peak and then decays linearly (arXiv 2404.06395)."""
     schedule_steps: int | None = None
-    """Steps until the final rate, warm-up included; null is training.steps of the run's first start. Kept with the run."""
+    """Steps to the final rate, warm-up included; null: training.steps at the first start, kept with the run."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     decay_steps: int = 0
@@ -180,7 +190,9 @@ class OptimizerConfig:
     """Decay of an exponential moving average of the parameters, used in evaluation; 0 is off."""
 
     def __post_init__(self):
-        _require(self.learning_rate > 0, "optimizer.learning_rate", f"must be positive, got {self.learning_rate}")
+        _require(
+            self.learning_rate > 0, "optimizer.learning_rate", f"must be positive, got {self.learning_rate}"
+        )
         _require(self.eps > 0, "optimizer.eps", f"must be positive, got {self.eps}")
         for name in ("beta1", "beta2", "ema_decay"):
             value = getattr(self, name)
@@ -188,7 +200,9 @@ class OptimizerConfig:
         for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
             value = getattr(self, name)
             _require(value >= 0, f"optimizer.{name}", f"must not be negative, got {value}")
-        _require(0 <= self.final_ratio <= 1, "optimizer.final_ratio", f"must be in [0, 1], got {self.final_ratio}")
+        _require(
+            0 <= self.final_ratio <= 1, "optimizer.final_ratio", f"must be in [0, 1], got {self.final_ratio}"
+        )
         _require(
             self.schedule_steps is None or self.schedule_steps > 0,
             "optimizer.schedule_steps",
@@ -197,7 +211,7 @@ class OptimizerConfig:
         _require(
             self.schedule != "wsd" or self.decay_steps > 0,
             "optimizer.decay_steps",
-            "schedule wsd needs a decay length, got 0",
+            "optimizer.schedule wsd needs a decay length, got 0",
         )
 
 
@@ -286,7 +300,9 @@ class EvaluationConfig:
 
     def __post_init__(self):
         _require(self.every > 0, "evaluation.every", f"must be positive, got {self.every}")
-        _require(self.sample_tokens > 0, "evaluation.sample_tokens", f"must be positive, got {self.sample_tokens}")
+        _require(
+            self.sample_tokens > 0, "evaluation.sample_tokens", f"must be positive, got {self.sample_tokens}"
+        )
 
 
 @dataclass(frozen=True)
@@ -304,7 +320,7 @@ class MetricsConfig:
     progress: bool = True
     """Show a progress bar."""
     peak_tflops: float | None = None
-    """Peak of one device in TFLOP/s, the base of MFU; null looks the device up and leaves MFU out if unknown."""
+    """Peak of one device in TFLOP/s, the base of MFU; null looks it up and leaves MFU out if unknown."""
 
     def __post_init__(self):
         _require(self.every > 0, "metrics.every", f"must be positive, got {self.every}")
@@ -335,8 +351,8 @@ class Config:
         _require(
             self.data.sequence_length <= self.model.max_sequence_length,
             "data.sequence_length",
-            f"{self.data.sequence_length} is longer than model.max_sequence_length {self.model.max_sequence_length}; "
-            "shorten the sequences or raise the limit",
+            f"{self.data.sequence_length} is longer than model.max_sequence_length "
+            f"{self.model.max_sequence_length}; shorten the sequences or raise the limit",
         )
         if self.optimizer.schedule_steps is not None:
             phases = self.optimizer.warmup_steps + self.optimizer.decay_steps
