@@ -1,0 +1,1 @@
+"""Attention of a context stream (sliding window) and an output stream (causal) over the same keys."""
