@@ -1,0 +1,112 @@
+"""Parts of a layer that act on each row by itself. Shapes: [..., D] in, [..., D] out, any leading axes."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from orthros_jax.config import ModelConfig
+
+
+class Linear(nnx.Module):
+    """x @ kernel without bias, over one or more input axes and output axes.
+
+    Args:
+      in_axes, out_axes: sizes of the contracted and of the resulting axes; the kernel is [*in_axes, *out_axes].
+    """
+
+    def __init__(
+        self, in_axes: tuple[int, ...], out_axes: tuple[int, ...], config: ModelConfig, rngs: nnx.Rngs
+    ):
+        kernel = config.init_std * jax.random.normal(rngs.params(), in_axes + out_axes)
+        self.kernel = nnx.Param(kernel.astype(config.param_dtype))
+        self.num_in_axes = len(in_axes)
+        self.dtype = jnp.dtype(config.compute_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tensordot(x.astype(self.dtype), self.kernel[...].astype(self.dtype), axes=self.num_in_axes)
+
+
+class Embedding(nnx.Module):
+    """Token ids [...] to vectors [..., D] in the compute type."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        kernel = config.init_std * jax.random.normal(rngs.params(), (config.vocab_size, config.model_dim))
+        self.kernel = nnx.Param(kernel.astype(config.param_dtype))
+        self.dtype = jnp.dtype(config.compute_dtype)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.kernel[...].astype(self.dtype)[tokens]
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, config: ModelConfig):
+        self.scale = nnx.Param(jnp.ones(size, config.param_dtype))
+        self.eps = config.norm_eps
+        self.dtype = jnp.dtype(config.statistics_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(self.dtype)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return (y * self.scale[...].astype(self.dtype)).astype(x.dtype)
+
+
+class ScaleOffset(nnx.Module):
+    """gamma * q + beta, element-wise over [N, H]: what one stream makes of the shared query; identity at first."""
+
+    def __init__(self, config: ModelConfig):
+        shape = (config.num_heads, config.head_dim)
+        self.gamma = nnx.Param(jnp.ones(shape, config.param_dtype))
+        self.beta = nnx.Param(jnp.zeros(shape, config.param_dtype))
+
+    def __call__(self, q: jax.Array) -> jax.Array:
+        return q * self.gamma[...].astype(q.dtype) + self.beta[...].astype(q.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """(silu(x gate) * (x up)) down (arXiv 2002.05202 equation 6)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.gate = Linear((config.model_dim,), (config.ffn_dim,), config, rngs)
+        self.up = Linear((config.model_dim,), (config.ffn_dim,), config, rngs)
+        self.down = Linear((config.ffn_dim,), (config.model_dim,), config, rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def rope_frequencies(config: ModelConfig) -> jax.Array:
+    """Angle per position of each pair of channels, [H / 2] float32 (arXiv 2104.09864 equation 15).
+
+    With `rope_scaling: llama3`, channels whose wavelength is above original_length / low_frequency_factor turn slower
+    by `rope_factor`, those below original_length / high_frequency_factor are left, and the rest blends linearly in the
+    reciprocal wavelength (Llama 3.1).
+    """
+    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequency = 1.0 / config.rope_base**exponent
+    if config.rope_scaling == "none":
+        return frequency
+    low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
+    turns = config.rope_original_length * frequency / (2 * math.pi)
+    keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequency * (keep + (1 - keep) / config.rope_factor)
+
+
+def rope_table(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of every row's angles, each [B, T, H / 2] float32.
+
+    Angles are formed in float32 whatever the compute type: in bfloat16 a position above 256 is not even exact.
+    """
+    angle = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates channel pairs (i, i + H / 2) of x [B, T, N, H]; the result is rounded to x's type once."""
+    cos, sin = (t[:, :, None, :] for t in table)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,0 +1,136 @@
+"""Where arrays live: the mesh, and one table from parameter names to mesh axes.
+
+Axes of the mesh: `data` replicates parameters, `fsdp` shards their width, `tensor` shards heads, feed-forward width and
+vocabulary. The batch is split over `data` and `fsdp`. All axes are `AxisType.Auto`: the compiler propagates shardings
+from the parameters and the batch, and the two operations that it must not cut by itself (attention and the loss)
+state theirs through `jax.shard_map`.
+"""
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from orthros_jax.config import Config, ConfigError, MeshConfig
+
+MESH_AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+# Logical axis -> mesh axis.
+_RULES = {
+    "vocab": "tensor",
+    "heads": "tensor",
+    "ffn": "tensor",
+    "model": "fsdp",
+    "head": None,
+    "norm": None,
+}
+
+# Name of a parameter (the end of its path) -> logical axes. Layers that are stacked have one more axis in front.
+_PARAMETER_AXES = {
+    ("embedding", "kernel"): ("vocab", "model"),
+    ("query", "kernel"): ("model", "heads", "head"),
+    ("query_context", "kernel"): ("model", "heads", "head"),
+    ("query_output", "kernel"): ("model", "heads", "head"),
+    ("key", "kernel"): ("model", "heads", "head"),
+    ("value", "kernel"): ("model", "heads", "head"),
+    ("output", "kernel"): ("heads", "head", "model"),
+    ("gate", "kernel"): ("model", "ffn"),
+    ("up", "kernel"): ("model", "ffn"),
+    ("down", "kernel"): ("ffn", "model"),
+    ("head", "kernel"): ("model", "vocab"),
+    ("scale",): ("norm",),
+    ("gamma",): ("heads", "head"),
+    ("beta",): ("heads", "head"),
+}
+
+
+def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+    """Mesh of all devices (or those given); `data: -1` takes what the other axes leave.
+
+    Raises:
+      ConfigError: the axes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    count, inner = len(devices), config.fsdp * config.tensor
+    data = count // inner if config.data == -1 else config.data
+    if data * inner != count:
+        raise ConfigError(
+            "mesh",
+            f"data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} does not make the {count} devices of "
+            "this run; choose axes whose product is that number",
+        )
+    return jax.make_mesh(
+        (data, config.fsdp, config.tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
+
+
+def check_divisible(config: Config, mesh: Mesh) -> None:
+    """Refuses a batch or model that the mesh does not cut into equal parts.
+
+    Raises:
+      ConfigError: names both numbers and the nearest values that work.
+    """
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    unit = shards * config.training.accumulation
+    batch = config.training.batch_size
+    if batch % unit:
+        lower, upper = batch // unit * unit, -(-batch // unit) * unit
+        nearest = f"{lower} or {upper}" if lower else f"{upper}"
+        raise ConfigError(
+            "training.batch_size",
+            f"{batch} is not a multiple of {shards} batch shards (mesh.data x mesh.fsdp) x {config.training.accumulation} "
+            f"accumulation steps; the nearest that work: {nearest}",
+        )
+    model, tensor, fsdp = config.model, mesh.shape["tensor"], mesh.shape["fsdp"]
+    for key, axis, size in (
+        ("num_heads", "tensor", tensor),
+        ("num_kv_heads", "tensor", tensor),
+        ("ffn_dim", "tensor", tensor),
+        ("vocab_size", "tensor", tensor),
+        ("model_dim", "fsdp", fsdp),
+    ):
+        if getattr(model, key) % size:
+            raise ConfigError(
+                f"mesh.{axis}",
+                f"{size} does not divide model.{key} {getattr(model, key)}; choose a divisor of it",
+            )
+
+
+def parameter_spec(path: tuple[str, ...], ndim: int) -> P:
+    """Partition of one parameter, by the end of its path; a leading axis of stacked layers stays whole."""
+    axes = next((axes for name, axes in _PARAMETER_AXES.items() if path[-len(name) :] == name), None)
+    if axes is None:
+        raise KeyError(f"no sharding for parameter {'/'.join(path)}")
+    mesh_axes = [_RULES[axis] for axis in axes]
+    return P(*[None] * (ndim - len(axes)), *mesh_axes)
+
+
+def state_shardings(abstract_state, mesh: Mesh):
+    """Sharding of every array of a training state; moments and averages follow the parameter whose path they end in."""
+
+    def sharding(path, leaf):
+        names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        is_parameter = bool(names) and leaf.ndim > 0
+        return NamedSharding(mesh, parameter_spec(names, leaf.ndim) if is_parameter else P())
+
+    return jax.tree_util.tree_map_with_path(sharding, abstract_state)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Sharding of a batch: its rows over both batch axes."""
+    return NamedSharding(mesh, P(BATCH_AXES))
+
+
+def constrain_rows(x: jax.Array) -> jax.Array:
+    """Keeps activations [B, ...] split over the batch axes, so that the compiler gathers weights instead of rows."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(BATCH_AXES))
+
+
+def on_each_device(function, in_specs, out_specs):
+    """`function` on each device's own part of its arguments; as it is where no mesh is set (`jax.set_mesh`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
