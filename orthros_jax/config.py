@@ -91,7 +91,7 @@ class ModelConfig:
     attention_impl: Literal["auto", "xla", "cudnn"] = "auto"
     """Attention backend; auto takes the fastest one that supports the case and logs its choice."""
     remat: Literal["none", "save_dots", "save_attention", "full"] = "none"
-    """What the backward pass recomputes: nothing, all but matrix products or attention outputs, everything."""
+    """What the backward pass recomputes: nothing, all but matrix products or attention outputs, or all."""
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
@@ -169,7 +169,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after the warm-up; wsd holds the peak and then decays linearly (arXiv 2404.06395)."""
     schedule_steps: int | None = None
-    """Steps to the final rate, warm-up included; null: training.steps at the first start, kept with the run."""
+    """Steps to the final rate, with warm-up; null is training.steps at the first start, kept with the run."""
     warmup_steps: int = 0
     """Steps of linear warm-up from 0."""
     decay_steps: int = 0

@@ -1,9 +1,9 @@
 """Reads a `Config` from YAML files and command-line overrides.
 
-YAML is read more strictly than PyYAML does it: the declared type of a setting decides, a quoted number is text,
-and a key that stands twice is an error. Each value keeps the place where it was given, so that every message can
-name it. Checked values go to jsonargparse, which builds the dataclasses and writes the help. Nothing here
-imports JAX: a mistake in the settings ends a run at once.
+YAML is read more strictly than PyYAML does it: the declared type of a setting decides, a quoted number is
+text, and a key that stands twice is an error. Each value keeps the place where it was given, so that every
+message can name it. Checked values go to jsonargparse, which builds the dataclasses and writes the help.
+Nothing here imports JAX: a mistake in the settings ends a run at once.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import difflib
 import math
 import re
 import types
+from argparse import SUPPRESS
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -23,8 +24,8 @@ from orthros_jax.errors import UserError
 
 COMMAND_LINE = "command line"
 _SECTIONS = {name: hint for name, hint in get_type_hints(Config).items() if dataclasses.is_dataclass(hint)}
-# Plain scalars as in YAML 1.2. PyYAML reads YAML 1.1: `1e-3` is text there, `010` is 8, `1:30` is 90 and `off`
-# is false.
+# Plain scalars as in YAML 1.2. PyYAML reads YAML 1.1, where `1e-3` is text, `010` is 8, `1:30` is 90 and
+# `off` is false.
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _CONSTANTS = {
@@ -61,8 +62,8 @@ _TYPES = setting_types()
 def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     """The configuration that a command line asks for.
 
-    Files given with `--config` merge in their order, and `--section.key value` wins over all of them, wherever
-    it stands. Settings that nobody gives keep their defaults.
+    Files given with `--config` merge in their order, and `--section.key value` wins over all of them,
+    wherever it stands. Settings that nobody gives keep their defaults.
 
     Raises:
       UserError: on any mistake; the message names the setting, the place where it was given and the fix.
@@ -77,10 +78,8 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
         settings |= _read_file(path)
     settings |= overrides
     config = _build(settings)
-    try:
-        config = dataclasses.replace(config, run_dir=_fill_placeholders(config))
-    except ConfigError as error:
-        raise _located(error, settings) from None
+    run_dir_source = settings["run_dir"].source if "run_dir" in settings else ""
+    config = dataclasses.replace(config, run_dir=_fill_placeholders(config, run_dir_source))
     if "print_config" in flags:
         print(_dump(config), end="")
         raise SystemExit(0)
@@ -125,7 +124,8 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, _Setting
             raise _unknown_setting(name, COMMAND_LINE)
         if not equals:
             if not arguments or arguments[0].startswith("--"):
-                raise UserError(f"{COMMAND_LINE}: --{name} needs a value")
+                needed = "a file" if name == "config" else f"a value, which {_expected(_TYPES[name])}"
+                raise UserError(f"{COMMAND_LINE}: --{name} needs {needed}")
             text = arguments.pop(0)
         if name == "config":
             files.append(text)
@@ -220,7 +220,11 @@ def _plain_value(node: yaml.Node, name: str, source: str) -> Any:
     if node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:seq"):
         raise ConfigError(name, f"YAML tags are not supported, remove {node.tag}", source)
     if isinstance(node, yaml.SequenceNode):
-        return [_plain_value(element, name, source) for element in node.value]
+        # No setting is a list of lists, and a YAML anchor can make a list its own element.
+        return [
+            [] if isinstance(element, yaml.SequenceNode) else _plain_value(element, name, source)
+            for element in node.value
+        ]
     assert isinstance(node, yaml.ScalarNode)
     return node.value if node.style else _resolve_plain(node.value)
 
@@ -332,19 +336,19 @@ def _suggestion(name: str) -> str:
     """The end of a message about an unknown name: where the name exists, or the nearest ones."""
     if name in _SECTIONS:
         example = next(known for known in _TYPES if known.startswith(f"{name}."))
-        return f"; {name} is a section, set its values one by one, for example --{example}"
+        return f"; {name} is a section, name one of its settings, for example {example}"
     section, _, leaf = name.rpartition(".")
     same_leaf = [known for known in _TYPES if known.rpartition(".")[2] == leaf]
     if same_leaf:
         return _did_you_mean(same_leaf)
-    siblings = [known for known in _TYPES if known.rpartition(".")[0] == section]
-    for candidates in (siblings, [*_TYPES, *_SECTIONS]):
-        near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)
+    siblings = {known.rpartition(".")[2]: known for known in _TYPES if known.rpartition(".")[0] == section}
+    whole_names = {known: known for known in (*_TYPES, *_SECTIONS)}
+    leaves = {known.rpartition(".")[2]: known for known in _TYPES}
+    for wrong, candidates, cutoff in ((leaf, siblings, 0.6), (name, whole_names, 0.75), (leaf, leaves, 0.6)):
+        near = difflib.get_close_matches(wrong, candidates, n=1, cutoff=cutoff)
         if near:
-            return _did_you_mean(near)
-    by_leaf = {known.rpartition(".")[2]: known for known in _TYPES}
-    near = difflib.get_close_matches(leaf, by_leaf, n=1)
-    return _did_you_mean([by_leaf[near[0]]]) if near else "; --help lists all settings"
+            return _did_you_mean([candidates[near[0]]])
+    return "; train.py --help lists all settings"
 
 
 def _unknown_setting(name: str, source: str) -> ConfigError:
@@ -371,18 +375,21 @@ def _located(error: ConfigError, settings: dict[str, _Setting]) -> ConfigError:
     return ConfigError(error.key, error.problem, ", ".join(sources))
 
 
-def _fill_placeholders(config: Config) -> str:
+def _fill_placeholders(config: Config, source: str) -> str:
+    """`run_dir` with the values of the settings that it names in braces."""
     values = to_dict(config)
 
-    def value(match: re.Match) -> str:
+    def fill(match: re.Match) -> str:
         name = match[1]
-        if name not in _TYPES or name == "run_dir" or get_origin(_TYPES[name]) is list:
-            raise ConfigError("run_dir", f"{match[0]} does not name a setting{_suggestion(name)}")
+        if name is None:
+            raise ConfigError("run_dir", f"a brace without its partner in {config.run_dir!r}", source)
         section, _, leaf = name.rpartition(".")
-        found = values[section][leaf]
-        return found if isinstance(found, str) else _describe(found)
+        if name not in _TYPES or not section or get_origin(_TYPES[name]) is list:
+            raise ConfigError("run_dir", f"{{{name}}} names no single setting{_suggestion(name)}", source)
+        value = values[section][leaf]
+        return value if isinstance(value, str) else _describe(value)
 
-    return re.sub(r"\{([^{}]*)\}", value, config.run_dir)
+    return re.sub(r"\{([^{}]*)\}|[{}]", fill, config.run_dir)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -414,10 +421,15 @@ def _parser(prog: str) -> ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         usage="%(prog)s --config FILE [--config FILE ...] [--section.key VALUE ...]",
+        epilog="A VALUE given here wins over all files. Lists are written '[a, b]'; null means none.",
         formatter_class=_HelpFormatter,
         exit_on_error=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file; several merge, and later ones win")
-    parser.add_argument("--print_config", action="store_true", help="Print all settings as YAML and stop")
+    parser.add_argument(
+        "--config", metavar="FILE", default=SUPPRESS, help="YAML file; several merge, and later ones win."
+    )
+    parser.add_argument(
+        "--print_config", action="store_true", default=SUPPRESS, help="Print all settings as YAML and stop."
+    )
     parser.add_class_arguments(Config)
     return parser

@@ -13,7 +13,7 @@ class UserError(Exception):
 
 
 def run_command(main: Callable[[list[str]], int | None], argv: list[str], prog: str) -> int:
-    """Runs the body of a command; returns its exit code, or 2 after printing a UserError to standard error."""
+    """Runs the body of a command and returns its exit code; a UserError is printed and becomes code 2."""
     try:
         return main(argv) or 0
     except UserError as error:
