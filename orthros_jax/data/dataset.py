@@ -1,0 +1,143 @@
+"""Random access to the windows of a prepared data set, straight from its memory-mapped files."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from orthros_jax.data.storage import FORMAT, INDEX_FILE, MANIFEST_FILE, OFFSET_DTYPE, VERSION, read_json
+from orthros_jax.data.tokenizer import TOKENIZER_FILE, ByteTokenizer, FileTokenizer, Tokenizer
+from orthros_jax.errors import UserError
+
+# A mapped file keeps a file descriptor; processes are commonly allowed 1024 of them.
+MAPPED_SHARDS = 64
+
+
+def read_index(path: Path | str) -> dict[str, Any]:
+    """Reads the index of a finished data set.
+
+    Raises:
+      UserError: no such folder, an unfinished one, or one of another format version.
+    """
+    path = Path(path)
+    if not (path / INDEX_FILE).is_file():
+        if (path / MANIFEST_FILE).is_file():
+            raise UserError(
+                f"{path}: this data set is not finished; run its `python -m orthros_jax prepare` command again"
+            )
+        raise UserError(
+            f"{path}: no prepared data set here; make it with "
+            f"`python -m orthros_jax prepare --input FILES --output {path}`"
+        )
+    index = read_json(path / INDEX_FILE)
+    found = (index.get("format"), index.get("version"))
+    if found != (FORMAT, VERSION):
+        raise UserError(
+            f"{path / INDEX_FILE}: format {found[0]} version {found[1]}, but this program reads {FORMAT} version "
+            f"{VERSION}; prepare the data set again"
+        )
+    return index
+
+
+def dataset_tokenizer(path: Path | str) -> Tokenizer:
+    """Opens the tokenizer that a data set was made with."""
+    described = read_index(path)["tokenizer"]
+    if described["fingerprint"] == ByteTokenizer.fingerprint:
+        return ByteTokenizer()
+    file = Path(path) / TOKENIZER_FILE
+    if not file.is_file():
+        raise UserError(
+            f"{file}: missing; copy the tokenizer.json that the data set was made with back to this place"
+        )
+    tokenizer = FileTokenizer(file.read_bytes(), described["name"], described["bos_id"], described["eos_id"])
+    if tokenizer.fingerprint != described["fingerprint"]:
+        raise UserError(f"{file}: not the tokenizer that the data set was made with; put the original back")
+    return tokenizer
+
+
+class TokenDataset:
+    """Windows of T + 1 tokens with stride T over a split: consecutive windows share one token.
+
+    The split is one stream of N tokens, document after document. Window w holds tokens wT .. wT + T, so that each
+    token but the stream's first is the label of its predecessor in exactly one window. There are ceil((N - 1) / T)
+    windows; the last one is padded. Segment ids count the documents of a window from 1; padding has token 0, id 0.
+
+    Attributes:
+      tokens: number of tokens N.
+      documents: number of documents.
+      text_bytes: UTF-8 bytes of their text.
+      vocab_size: ids are below this.
+      tokenizer_name: for messages.
+      fingerprint: SHA-256 of the tokenizer.
+
+    Raises:
+      UserError: as `read_index`, or a shard whose size is not what the index says.
+    """
+
+    def __init__(self, path: Path | str, split: str, sequence_length: int):
+        index = read_index(path)
+        described = index["splits"][split]
+        self.path = Path(path)
+        self.sequence_length = sequence_length
+        self.tokens: int = described["tokens"]
+        self.documents: int = described["documents"]
+        self.text_bytes: int = described["text_bytes"]
+        self.vocab_size: int = index["tokenizer"]["vocab_size"]
+        self.tokenizer_name: str = index["tokenizer"]["name"]
+        self.fingerprint: str = index["tokenizer"]["fingerprint"]
+        self._dtype = np.dtype(index["dtype"])
+        self._shards = described["shards"]
+        # First token of each shard within the split, and the end of the last.
+        self._starts = np.cumsum([0] + [shard["tokens"] for shard in self._shards])
+        self._check_sizes()
+        self._mapped = functools.lru_cache(maxsize=MAPPED_SHARDS)(self._map)
+
+    def __len__(self) -> int:
+        return max(0, -(-(self.tokens - 1) // self.sequence_length))
+
+    def __getitem__(self, window: int) -> dict[str, np.ndarray]:
+        """Returns {"tokens": [T + 1] int32, "segment_ids": [T + 1] int32}."""
+        rows = self.sequence_length + 1
+        tokens, segment_ids = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        start = window * self.sequence_length
+        stop = min(start + rows, self.tokens)
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        filled, segments = 0, 0
+        while start + filled < stop:
+            local = start + filled - int(self._starts[shard])
+            size = min(stop - start - filled, self._shards[shard]["tokens"] - local)
+            ids, ends = self._mapped(shard)
+            tokens[filled : filled + size] = ids[local : local + size]
+            first, last = np.searchsorted(ends, (local, local + size - 1), side="right")
+            cuts = ends[first:last] - local
+            lengths = np.diff(cuts, prepend=0, append=size)
+            segment_ids[filled : filled + size] = np.repeat(
+                np.arange(segments + 1, segments + 1 + len(lengths)), lengths
+            )
+            segments += len(lengths)
+            filled += size
+            shard += 1
+        return {"tokens": tokens, "segment_ids": segment_ids}
+
+    def _check_sizes(self) -> None:
+        for shard in self._shards:
+            for suffix, size in (
+                ("tokens", shard["tokens"] * self._dtype.itemsize),
+                ("offsets", shard["documents"] * np.dtype(OFFSET_DTYPE).itemsize),
+            ):
+                file = self.path / f"{shard['name']}.{suffix}"
+                found = file.stat().st_size if file.is_file() else None
+                if found != size:
+                    problem = "missing" if found is None else f"{found} bytes, but the index says {size}"
+                    raise UserError(
+                        f"{file}: {problem}; copy the data set again, or delete it and prepare it again"
+                    )
+
+    def _map(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        stem = str(self.path / self._shards[shard]["name"])
+        # Plain arrays over the mapping: slicing np.memmap itself costs several microseconds.
+        return (
+            np.asarray(np.memmap(f"{stem}.tokens", self._dtype, "r")),
+            np.asarray(np.memmap(f"{stem}.offsets", OFFSET_DTYPE, "r")),
+        )

@@ -1,0 +1,200 @@
+"""Text to token ids and back: bytes, a tokenizer.json, or a byte-level BPE trained on the corpus itself.
+
+Tokenizers here only encode text. BOS and EOS are added in one place, `orthros_jax.data.parts`, never by a tokenizer's
+own post-processor, and a special token spelled out in a document is encoded as the text that it is.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from orthros_jax.errors import UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+TRAINED_BOS = "<|bos|>"
+TRAINED_EOS = "<|eos|>"
+TRAINED_BOS_ID, TRAINED_EOS_ID = 0, 1
+# A tokenizer.json does not say which of its tokens open and close a document. These are the spellings of Llama,
+# Mistral, Gemma, GPT-2, GPT-NeoX, SmolLM, Qwen and BERT-like vocabularies; tokenizer_config.json comes first.
+BOS_NAMES = (TRAINED_BOS, "<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]")
+EOS_NAMES = (TRAINED_EOS, "</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]")
+BYTES = 256
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Tokenizer(Protocol):
+    """What data preparation and sampling need.
+
+    Attributes:
+      name: for messages and the index, for example "byte".
+      fingerprint: SHA-256 of whatever determines the encoding.
+      vocab_size: one more than the largest id.
+      bos_id: id that opens a document, None where the vocabulary has none.
+      eos_id: id that closes a document, None where the vocabulary has none.
+    """
+
+    name: str
+    fingerprint: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns the ids of each text, without BOS and EOS."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids; special tokens give nothing, broken UTF-8 gives U+FFFD."""
+        ...
+
+
+def clean_text(text: str) -> str:
+    """Replaces each lone surrogate, which UTF-8 cannot hold, by U+FFFD."""
+    return _SURROGATE.sub("\ufffd", text)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0..255, then BOS 256 and EOS 257."""
+
+    name = "byte"
+    fingerprint = hashlib.sha256(b"utf-8 bytes 0..255, bos 256, eos 257").hexdigest()
+    vocab_size = BYTES + 2
+    bos_id = BYTES
+    eos_id = BYTES + 1
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(clean_text(text).encode(), np.uint8).astype(np.uint16) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < BYTES).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json, in the format of the `tokenizers` library.
+
+    Args:
+      content: the file's bytes.
+      name: for messages and the index.
+      bos_id: id that opens a document, or None.
+      eos_id: id that closes a document, or None.
+
+    Raises:
+      UserError: the content is not a tokenizer.
+    """
+
+    def __init__(self, content: bytes, name: str, bos_id: int | None, eos_id: int | None):
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self._backend = Backend.from_str(content.decode())
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{name}: not a tokenizer.json of the tokenizers library: {error}") from None
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._backend.encode_special_tokens = True
+        self.content = content
+        self.name = name
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.bos_id = bos_id
+        self.eos_id = eos_id
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self._backend.encode_batch_fast([clean_text(t) for t in texts], add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:
+    """Opens `byte` or a tokenizer.json file (or a folder that holds one).
+
+    BOS and EOS are those named here, else those of a tokenizer_config.json beside the file, else the first well-known
+    spelling in the vocabulary, else None.
+
+    Raises:
+      UserError: no such file, not a tokenizer, or a named token that it does not have.
+    """
+    if spec == ByteTokenizer.name:
+        return ByteTokenizer()
+    path = Path(spec)
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(
+            f"{spec}: no such tokenizer; give `byte`, a tokenizer.json file, or `train:SIZE` to train a new one"
+        )
+    content = path.read_bytes()
+    vocabulary = _vocabulary(content, str(path))
+    config = path.with_name("tokenizer_config.json")
+    declared = json.loads(config.read_bytes()) if config.is_file() else {}
+    bos_id = _special_id(vocabulary, str(path), bos_token, declared, "bos_token", BOS_NAMES)
+    eos_id = _special_id(vocabulary, str(path), eos_token, declared, "eos_token", EOS_NAMES)
+    return FileTokenizer(content, f"{path.resolve().parent.name}/{path.name}", bos_id, eos_id)
+
+
+def _vocabulary(content: bytes, name: str) -> dict[str, int]:
+    return FileTokenizer(content, name, None, None)._backend.get_vocab(with_added_tokens=True)
+
+
+def _special_id(
+    vocabulary: dict[str, int],
+    path: str,
+    named: str | None,
+    declared: dict,
+    key: str,
+    known: tuple[str, ...],
+) -> int | None:
+    if named is not None:
+        if named not in vocabulary:
+            raise UserError(f"{path}: no token {named!r} in the vocabulary; correct --{key}")
+        return vocabulary[named]
+    if key in declared:
+        token = declared[key]
+        token = token["content"] if isinstance(token, dict) else token
+        return None if token is None else vocabulary.get(token)
+    return next((vocabulary[token] for token in known if token in vocabulary), None)
+
+
+def training_size(spec: str) -> int | None:
+    """Returns SIZE of `train:SIZE`, None for any other tokenizer.
+
+    Raises:
+      UserError: SIZE is not a number of at least 258, the bytes with BOS and EOS.
+    """
+    if not spec.startswith("train:"):
+        return None
+    size = spec.removeprefix("train:")
+    if not size.isdecimal() or int(size) < BYTES + 2:
+        raise UserError(f"tokenizer {spec}: the size must be a whole number of at least {BYTES + 2}")
+    return int(size)
+
+
+def train_bpe(texts: Iterable[str], size: int) -> bytes:
+    """Trains a byte-level BPE (GPT-2's pre-tokenisation) and returns its tokenizer.json.
+
+    The same texts give the same bytes. Ids 0 and 1 are BOS and EOS; a small corpus may give fewer than `size` entries.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[TRAINED_BOS, TRAINED_EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_cleaned(texts), trainer)
+    return backend.to_str(pretty=True).encode()
+
+
+def _cleaned(texts: Iterable[str]) -> Iterator[str]:
+    return (clean_text(text) for text in texts)
