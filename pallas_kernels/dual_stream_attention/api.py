@@ -1,7 +1,7 @@
 """Public attention operations and the choice of their backend.
 
-Letters: B batch, T rows of the sequence, P output rows, N query heads, K key/value heads (K divides N), H head
-size.
+Letters: B batch, T rows of the sequence, P output rows, N query heads, K key/value heads (K divides N), H
+head size.
 
 The backend is chosen while tracing, for the platform of `jax.default_backend()`.
 """
@@ -13,14 +13,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dual_stream_attention import xla
+from pallas_kernels.dual_stream_attention import cudnn, xla
 from pallas_kernels.dual_stream_attention.mask import Stream
 
 Impl = Literal["auto", "xla", "cudnn"]
 
 _logger = logging.getLogger("pallas_kernels")
 
-_BACKENDS = {"xla": xla}
+_BACKENDS = {"cudnn": cudnn, "xla": xla}
 """In the order in which `auto` tries them."""
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -42,8 +42,9 @@ def dual_stream_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the context and the output stream of a layer over the context stream's keys and values.
 
-    Context row i sees the keys j with i - window < j <= i; output row p sees the keys j <= t_p = out_index[p].
-    Softmax and accumulation are float32; dk and dv are summed over both streams in float32 and rounded once.
+    Context row i sees the keys j with i - window < j <= i; output row p sees the keys j <= t_p =
+    out_index[p]. Softmax and accumulation are float32; dk and dv are summed over both streams in float32
+    and rounded once.
 
     Args:
         q_ctx: [B, T, N, H] queries of the context rows; float32, bfloat16 or float16 like k, v and q_out.
@@ -52,17 +53,17 @@ def dual_stream_attention(
         v: [B, T, K, H] values.
         window: number of keys that a context row sees, its own included.
         out_window: the same limit for output rows; None lets them see the whole past.
-        segment_ids: int [B, T]; a row sees the keys of its own segment alone. Equal ids must be one contiguous
-            run. Id 0 is padding: such keys are seen by no row, such rows see nothing.
-        out_index: int [B, P], the row t_p of the sequence that output row p duplicates, its own key included; -1
-            marks a padding row, which sees nothing. None means P == T and t_p = p.
+        segment_ids: int [B, T]; a row sees the keys of its own segment alone. Equal ids must be one
+            contiguous run. Id 0 is padding: such keys are seen by no row, such rows see nothing.
+        out_index: int [B, P], the row t_p of the sequence that output row p duplicates, its own key
+            included; -1 marks a padding row, which sees nothing. None means P == T and t_p = p.
         scale: factor on the scores; H ** -0.5 if None.
         impl: backend; "auto" takes the first that supports the call and logs its choice.
-        deterministic: the same call gives the same bits.
+        deterministic: the same call gives the same bits (cuDNN exempt: it has no such switch).
 
     Returns:
-        o_ctx [B, T, N, H] and o_out [B, P, N, H] in the type of the queries. A row that sees nothing is exactly
-        zero and passes no gradient.
+        o_ctx [B, T, N, H] and o_out [B, P, N, H] in the type of the queries. A row that sees nothing is
+        exactly zero and passes no gradient.
 
     Raises:
         ValueError: shapes, types or window do not fit together.

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 
 class Stream(NamedTuple):
-    """Query rows q [B, P, N, H] that see `window` keys (None: all) up to row out_index [B, P] (None: row p)."""
+    """Query rows q [B, P, N, H] at rows out_index [B, P] (None: all T) that see `window` keys (None: all)."""
 
     q: jax.Array
     window: int | None

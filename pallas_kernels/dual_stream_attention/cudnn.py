@@ -1,0 +1,58 @@
+"""Composition of two cuDNN calls on NVIDIA GPUs: one a stream, by `jax.nn.dot_product_attention`.
+
+cuDNN has no switch for determinism: its backward pass may differ in the last bits from call to call, whatever
+`deterministic` says. It keeps its softmax statistics to itself: only the output carries a checkpoint name, and
+a rematerialisation policy that saves it still runs the forward kernel again in the backward pass.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.dual_stream_attention.mask import Stream
+
+
+def unsupported(
+    streams: tuple[Stream, ...], k: jax.Array, segment_ids: jax.Array | None, deterministic: bool
+) -> str | None:
+    """Reason why cuDNN cannot do the call on the default device, or None."""
+    del deterministic
+    head_size = k.shape[-1]
+    device = jax.devices()[0]
+    if "cuda" not in device.client.platform_version:
+        return f"it needs an NVIDIA GPU, and the device is {device.device_kind}"
+    if float(device.compute_capability) < 8.0:
+        return f"it needs compute capability 8.0, and {device.device_kind} has {device.compute_capability}"
+    if k.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs bfloat16 or float16, and the inputs are {k.dtype}"
+    if head_size % 8 or head_size > 128:
+        return f"it needs a head size that is a multiple of 8 and at most 128, and it is {head_size}"
+    if segment_ids is not None:
+        return "packed segments need a bound on their number known at compile time, and segment_ids has none"
+    if any(stream.out_index is not None for stream in streams):
+        return "query rows must be the rows of the sequence, and out_index may name any"
+    if any(stream.q.size >= 2**31 for stream in streams):
+        return "its gradients are wrong for 2**31 or more query elements"
+    return None
+
+
+def attention(
+    streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
+) -> tuple[jax.Array, ...]:
+    """Output [B, T, N, H] of each stream over k, v [B, T, K, H]."""
+    del segment_ids
+    # Each stream's call returns rounded dk and dv: the casts make their sum over the streams a float32 one.
+    wide_k, wide_v = k.astype(jnp.float32), v.astype(jnp.float32)
+    outputs = (
+        jax.nn.dot_product_attention(
+            stream.q,
+            wide_k.astype(k.dtype),
+            wide_v.astype(v.dtype),
+            scale=scale,
+            is_causal=True,
+            local_window_size=None if stream.window is None else (stream.window - 1, 0),
+            implementation="cudnn",
+        )
+        for stream in streams
+    )
+    return tuple(checkpoint_name(out, "attention_output") for out in outputs)
