@@ -1,8 +1,9 @@
 """Composition of two cuDNN calls on NVIDIA GPUs: one a stream, by `jax.nn.dot_product_attention`.
 
-cuDNN has no switch for determinism: its backward pass may differ in the last bits from call to call, whatever
-`deterministic` says. It keeps its softmax statistics to itself: only the output carries a checkpoint name, and
-a rematerialisation policy that saves it still runs the forward kernel again in the backward pass.
+cuDNN has no switch for determinism: its backward pass may differ in the last bits from call to call
+whatever `deterministic` says. It keeps its softmax statistics to itself: only the output carries a
+checkpoint name, and a rematerialisation policy that saves it still runs the forward kernel again in the
+backward pass.
 """
 
 import jax

@@ -159,7 +159,7 @@ def _for_key_blocks(start, end, num_blocks, block, body, init):
 
 
 def _block_size(length):
-    # On a CPU small blocks skip more of the mask and their matrix products are no slower (measured: 64 to 256).
+    # On a CPU small blocks skip more of the mask and their products are no slower (measured: 64 to 256).
     return min(length, 64 if jax.default_backend() == "cpu" else 128)
 
 
