@@ -73,10 +73,7 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     if "help" in flags:
         _parser(prog).print_help()
         raise SystemExit(0)
-    settings: dict[str, _Setting] = {}
-    for path in files:
-        settings |= _read_file(path)
-    settings |= overrides
+    settings = _merge(files, overrides)
     config = _build(settings)
     run_dir_source = settings["run_dir"].source if "run_dir" in settings else ""
     config = dataclasses.replace(config, run_dir=_fill_placeholders(config, run_dir_source))
@@ -84,6 +81,12 @@ def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
         print(_dump(config), end="")
         raise SystemExit(0)
     return config
+
+
+def locate(error: ConfigError, argv: Sequence[str]) -> ConfigError:
+    """`error`, found only when the run started, with the places of the settings that it names."""
+    files, overrides, _ = _split_arguments(argv)
+    return _located(error, _merge(files, overrides))
 
 
 def load_config(path: str | Path) -> Config:
@@ -132,6 +135,13 @@ def _split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, _Setting
         else:
             overrides[name] = _Setting(_parse_override(name, text), COMMAND_LINE)
     return files, overrides, flags
+
+
+def _merge(files: Sequence[str], overrides: dict[str, _Setting]) -> dict[str, _Setting]:
+    settings: dict[str, _Setting] = {}
+    for path in files:
+        settings |= _read_file(path)
+    return settings | overrides
 
 
 def _parse_override(name: str, text: str) -> Any:
@@ -348,7 +358,7 @@ def _suggestion(name: str) -> str:
         near = difflib.get_close_matches(wrong, candidates, n=1, cutoff=cutoff)
         if near:
             return _did_you_mean([candidates[near[0]]])
-    return "; train.py --help lists all settings"
+    return "; see --help for all settings"
 
 
 def _unknown_setting(name: str, source: str) -> ConfigError:
@@ -363,14 +373,15 @@ def _build(settings: dict[str, _Setting]) -> Config:
     parser = _parser("")
     try:
         namespace = parser.instantiate(parser.parse_object(nested))
+        return Config(**{field.name: namespace[field.name] for field in dataclasses.fields(Config)})
     except ConfigError as error:
         raise _located(error, settings) from None
-    return Config(**{field.name: namespace[field.name] for field in dataclasses.fields(Config)})
 
 
 def _located(error: ConfigError, settings: dict[str, _Setting]) -> ConfigError:
-    """`error` with the places of all settings that it names and somebody gave."""
-    named = [error.key, *re.findall(r"\w+\.\w+", error.problem)]
+    """`error` with the places of the settings that it names and somebody gave; a section is all its own."""
+    of_section = [name for name in settings if name.startswith(f"{error.key}.")]
+    named = [error.key, *of_section, *re.findall(r"\w+\.\w+", error.problem)]
     sources = dict.fromkeys(settings[name].source for name in named if name in settings)
     return ConfigError(error.key, error.problem, ", ".join(sources))
 
@@ -384,8 +395,10 @@ def _fill_placeholders(config: Config, source: str) -> str:
         if name is None:
             raise ConfigError("run_dir", f"a brace without its partner in {config.run_dir!r}", source)
         section, _, leaf = name.rpartition(".")
-        if name not in _TYPES or not section or get_origin(_TYPES[name]) is list:
-            raise ConfigError("run_dir", f"{{{name}}} names no single setting{_suggestion(name)}", source)
+        if name == "run_dir":
+            raise ConfigError("run_dir", "a folder cannot be named after itself, remove {run_dir}", source)
+        if name not in _TYPES:
+            raise ConfigError("run_dir", f"{{{name}}} is not a setting{_suggestion(name)}", source)
         value = values[section][leaf]
         return value if isinstance(value, str) else _describe(value)
 
