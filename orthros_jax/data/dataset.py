@@ -1,6 +1,7 @@
 """Random access to the windows of a prepared data set, straight from its memory-mapped files."""
 
 import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def read_index(path: Path | str) -> dict[str, Any]:
     if not (path / INDEX_FILE).is_file():
         if (path / MANIFEST_FILE).is_file():
             raise UserError(
-                f"{path}: this data set is not finished; run its `python -m orthros_jax prepare` command again"
+                f"{path}: this data set is unfinished; run its `python -m orthros_jax prepare` command again"
             )
         raise UserError(
             f"{path}: no prepared data set here; make it with "
@@ -34,8 +35,8 @@ def read_index(path: Path | str) -> dict[str, Any]:
     found = (index.get("format"), index.get("version"))
     if found != (FORMAT, VERSION):
         raise UserError(
-            f"{path / INDEX_FILE}: format {found[0]} version {found[1]}, but this program reads {FORMAT} version "
-            f"{VERSION}; prepare the data set again"
+            f"{path / INDEX_FILE}: format {found[0]} version {found[1]}, but this program reads {FORMAT} "
+            f"version {VERSION}; prepare the data set again"
         )
     return index
 
@@ -59,9 +60,10 @@ def dataset_tokenizer(path: Path | str) -> Tokenizer:
 class TokenDataset:
     """Windows of T + 1 tokens with stride T over a split: consecutive windows share one token.
 
-    The split is one stream of N tokens, document after document. Window w holds tokens wT .. wT + T, so that each
-    token but the stream's first is the label of its predecessor in exactly one window. There are ceil((N - 1) / T)
-    windows; the last one is padded. Segment ids count the documents of a window from 1; padding has token 0, id 0.
+    The split is one stream of N tokens, document after document. Window w holds tokens w T to w T + T, so
+    each token but the stream's first is the label of its predecessor in exactly one window. There are
+    ceil((N - 1) / T) windows; the last one is padded. Segment ids count the documents of a window from 1;
+    padding has token 0 and segment id 0.
 
     Attributes:
       tokens: number of tokens N.
@@ -100,25 +102,28 @@ class TokenDataset:
         """Returns {"tokens": [T + 1] int32, "segment_ids": [T + 1] int32}."""
         rows = self.sequence_length + 1
         tokens, segment_ids = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        start = window * self.sequence_length
-        stop = min(start + rows, self.tokens)
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        filled, segments = 0, 0
-        while start + filled < stop:
-            local = start + filled - int(self._starts[shard])
-            size = min(stop - start - filled, self._shards[shard]["tokens"] - local)
-            ids, ends = self._mapped(shard)
-            tokens[filled : filled + size] = ids[local : local + size]
-            first, last = np.searchsorted(ends, (local, local + size - 1), side="right")
-            cuts = ends[first:last] - local
-            lengths = np.diff(cuts, prepend=0, append=size)
-            segment_ids[filled : filled + size] = np.repeat(
-                np.arange(segments + 1, segments + 1 + len(lengths)), lengths
-            )
-            segments += len(lengths)
-            filled += size
-            shard += 1
+        self.read(window, tokens, segment_ids)
         return {"tokens": tokens, "segment_ids": segment_ids}
+
+    def read(self, window: int, tokens: np.ndarray, segment_ids: np.ndarray) -> None:
+        """Copies a window into two arrays of zeros, [T + 1] int32 each."""
+        if not 0 <= window < len(self):
+            raise IndexError(f"window {window} of {len(self)}")
+        start = window * self.sequence_length
+        stop = min(start + self.sequence_length + 1, self.tokens)
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        row, segments = 0, 0
+        while start < stop:
+            local = start - int(self._starts[shard])
+            size = min(stop - start, self._shards[shard]["tokens"] - local)
+            ids, ends = self._mapped(shard)
+            tokens[row : row + size] = ids[local : local + size]
+            first, last = np.searchsorted(ends, (local, local + size - 1), side="right").tolist()
+            bounds = [0, *(ends[first:last] - local).tolist(), size]
+            for begin, end in itertools.pairwise(bounds):
+                segments += 1
+                segment_ids[row + begin : row + end] = segments
+            start, row, shard = start + size, row + size, shard + 1
 
     def _check_sizes(self) -> None:
         for shard in self._shards:

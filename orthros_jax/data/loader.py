@@ -1,11 +1,13 @@
-"""Batches for training and evaluation, on Grain's random-access data sets.
+"""Batches for training and evaluation, in an order that Grain's random-access data sets define.
 
-Training reads one endless sequence of samples: for each epoch a permutation of all windows, drawn from the seed and the
-epoch's number. A position in it is a count of samples and nothing else, so a run continues exactly with another batch
-size or another number of hosts.
+Training reads one endless sequence of samples: for each epoch a permutation of all windows, drawn from the
+seed and the number of the epoch. A position in it is a count of samples and nothing else, so a run continues
+exactly with another batch size or another number of hosts.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grain
 import numpy as np
@@ -20,7 +22,7 @@ READ_THREADS = 2
 
 
 def open_datasets(data: DataConfig, split: str) -> list[TokenDataset]:
-    """Opens the split of every data set in `data.paths`.
+    """Opens the split ("train" or "heldout") of every data set in `data.paths`.
 
     Raises:
       UserError: no path, a data set that cannot be read, or one whose training split has no window.
@@ -31,28 +33,28 @@ def open_datasets(data: DataConfig, split: str) -> list[TokenDataset]:
     for dataset in datasets:
         if split == "train" and not len(dataset):
             raise UserError(
-                f"{dataset.path}: the training split has {dataset.tokens} tokens, too few for one label; "
-                "prepare more text"
+                f"{dataset.path}: its training split is a single token, nothing to predict; prepare more text"
             )
     return datasets
 
 
 def check_vocabulary(datasets: Sequence[TokenDataset], vocab_size: int) -> None:
-    """Raises:
-    UserError: a data set has ids that a model of `vocab_size` entries does not know, or two were made with different
-      tokenizers.
+    """Compares the tokenizers of the data sets with each other and with the model.
+
+    Raises:
+      UserError: ids that a model of `vocab_size` entries does not have, or different tokenizers.
     """
     for dataset in datasets:
         if dataset.vocab_size > vocab_size:
             raise UserError(
-                f"{dataset.path}: tokenizer {dataset.tokenizer_name} has {dataset.vocab_size} entries, more than "
-                f"model.vocab_size {vocab_size}; set model.vocab_size to at least {dataset.vocab_size}, or prepare "
-                "the data with a smaller tokenizer"
+                f"{dataset.path}: tokenizer {dataset.tokenizer_name} has {dataset.vocab_size} entries, more "
+                f"than model.vocab_size {vocab_size}; set model.vocab_size to at least {dataset.vocab_size}, "
+                "or prepare the data with a smaller tokenizer"
             )
         if dataset.fingerprint != datasets[0].fingerprint:
             raise UserError(
                 f"{dataset.path}: made with tokenizer {dataset.tokenizer_name}, but {datasets[0].path} with "
-                f"{datasets[0].tokenizer_name}; prepare both with the same one"
+                f"another one, {datasets[0].tokenizer_name}; prepare both with the same tokenizer"
             )
 
 
@@ -65,11 +67,11 @@ def training_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Batch]:
-    """Iterates this host's rows of each global batch, for ever.
+    """Iterates this host's rows of each global batch, without end.
 
-    Step s covers samples start_sample + s B to start_sample + (s + 1) B of the global sequence; host p of P gets the
-    p-th of P equal runs of them. Without `data.weights` an epoch visits each window of each data set once; with them,
-    every data set repeats by itself and samples alternate in those proportions.
+    Step s covers samples start_sample + s B to start_sample + (s + 1) B of the global sequence; host p of P
+    gets the p-th of P equal runs of them. Without `data.weights` an epoch visits each window of each data set
+    once; with them, each data set has its own epochs and samples alternate in those proportions.
 
     Args:
       data: what to read.
@@ -80,15 +82,19 @@ def training_batches(
       process_count: number of hosts P; divides B.
 
     Returns:
-      Iterator of {"tokens": [B / P, T + 1] int32, "segment_ids": [B / P, T + 1] int32}. Closing it stops its threads.
+      Iterator of {"tokens": [B / P, T + 1] int32, "segment_ids": [B / P, T + 1] int32}. Closing it stops its
+      threads.
 
     Raises:
       UserError: as `open_datasets`, or P does not divide B.
     """
-    samples = _global_order(data, open_datasets(data, "train"), seed)
-    rows = _rows(batch_size, process_index, process_count)
-    steps = (len(samples) - start_sample) // batch_size
-    return _read(_HostBatches(samples, steps, start_sample, batch_size, rows), data.prefetch)
+    datasets = open_datasets(data, "train")
+    rows = _host_rows(batch_size, process_index, process_count)
+    order = _global_order(
+        [len(dataset) for dataset in datasets], data.weights, seed if data.shuffle else None
+    )
+    steps = (len(order) - start_sample) // batch_size
+    return _read(_HostBatches(datasets, order, steps, start_sample, batch_size, rows), data.prefetch)
 
 
 def evaluation_batches(
@@ -96,65 +102,78 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Iterates this host's rows of the held-out split: every window once, in order.
 
-    Every host gets ceil(windows / B) batches; rows past the end are padding, with segment id 0. No held-out text gives
-    no batch. Arguments, rows and errors as in `training_batches`.
+    Every host gets ceil(windows / B) batches; rows past the end are padding, with segment id 0. No held-out
+    text gives no batch. Arguments, rows and errors are those of `training_batches`.
     """
-    datasets = [dataset for dataset in open_datasets(data, "heldout") if len(dataset)]
-    rows = _rows(batch_size, process_index, process_count)
-    if not datasets:
-        return iter(())
-    samples = grain.MapDataset.concatenate([grain.MapDataset.source(dataset) for dataset in datasets])
-    steps = -(-len(samples) // batch_size)
-    return _read(_HostBatches(samples, steps, 0, batch_size, rows), data.prefetch)
+    datasets = open_datasets(data, "heldout")
+    rows = _host_rows(batch_size, process_index, process_count)
+    windows = sum(len(dataset) for dataset in datasets)
+    steps = -(-windows // batch_size)
+    return _read(_HostBatches(datasets, range(windows), steps, 0, batch_size, rows), data.prefetch)
 
 
 def documents_per_window(datasets: Sequence[TokenDataset]) -> float:
     """Mean number of documents, whole or in part, in a window; 0 where there is no window."""
     windows = sum(len(dataset) for dataset in datasets)
-    # Every document but a stream's first starts at a token that is a label, and so inside exactly one window.
+    # A document's first token, except the stream's, is a label and so adds a segment to exactly one window.
     starts = sum(dataset.documents - 1 for dataset in datasets if len(dataset))
     return 1 + starts / windows if windows else 0.0
 
 
 def bytes_per_token(datasets: Sequence[TokenDataset]) -> float | None:
-    """UTF-8 bytes of text for each predicted token, the divisor of bits per byte; None where nothing is predicted.
+    """UTF-8 bytes of text for each predicted token, the divisor of bits per byte; None where there is none.
 
-    All tokens count but the first of each document, which is never a label. With BOS that is exact; without, the text
-    of the first token is counted though nothing predicts it.
+    All tokens count but the first of each document, which is never a label. With BOS that is exact; without,
+    the text of the first token is counted though nothing predicts it.
     """
     labels = sum(dataset.tokens - dataset.documents for dataset in datasets)
     return sum(dataset.text_bytes for dataset in datasets) / labels if labels else None
 
 
-def _global_order(data: DataConfig, datasets: list[TokenDataset], seed: int) -> grain.MapDataset:
-    sources = [grain.MapDataset.source(dataset) for dataset in datasets]
-    if not data.weights:
-        sources = [grain.MapDataset.concatenate(sources)]
-    if data.shuffle:
-        # Shuffle before repeat: the other order would mix epochs.
-        sources = [source.shuffle(seed=_derived_seed(seed, i)) for i, source in enumerate(sources)]
-    repeated = [source.repeat() for source in sources]
-    return grain.MapDataset.mix(repeated, data.weights) if data.weights else repeated[0]
+def _global_order(lengths: list[int], weights: list[float], seed: int | None) -> grain.MapDataset:
+    """The endless sequence of window numbers, counted through all data sets; in file order without a seed."""
+    bounds = np.cumsum([0, *lengths]).tolist() if weights else [0, sum(lengths)]
+    streams = []
+    for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        stream = grain.MapDataset.range(start, stop)
+        if seed is not None:
+            # Shuffle before repeat: the other order would mix epochs.
+            stream = stream.shuffle(seed=_stream_seed(seed, i))
+        streams.append(stream.repeat())
+    return grain.MapDataset.mix(streams, weights) if weights else streams[0]
 
 
-def _derived_seed(seed: int, stream: int) -> int:
-    """Grain adds the epoch to its 32-bit seed, so neighbouring seeds must not be neighbours there."""
+def _stream_seed(seed: int, stream: int) -> int:
+    """Grain adds the epoch to its 32-bit seed, so seeds of neighbouring runs must lie far apart."""
     return int(np.random.SeedSequence([seed, stream]).generate_state(1)[0])
 
 
-def _rows(batch_size: int, process_index: int, process_count: int) -> range:
+def _host_rows(batch_size: int, process_index: int, process_count: int) -> range:
     if batch_size % process_count:
-        raise UserError(f"training.batch_size: {batch_size} is not divisible by the {process_count} hosts")
+        raise UserError(
+            f"training.batch_size: {batch_size} is not divisible by the number of hosts, {process_count}; "
+            "choose a multiple of it"
+        )
     size = batch_size // process_count
     return range(process_index * size, (process_index + 1) * size)
 
 
 class _HostBatches:
-    """Random access to batches: number s stacks the samples first + s B + r for this host's rows r."""
+    """Random access to batches: number s holds the samples order[first + s B + r] of this host's rows r."""
 
-    def __init__(self, samples: grain.MapDataset, steps: int, first: int, batch_size: int, rows: range):
-        self._samples = samples
-        self._size = len(samples)
+    def __init__(
+        self,
+        datasets: list[TokenDataset],
+        order: Any,
+        steps: int,
+        first: int,
+        batch_size: int,
+        rows: range,
+    ):
+        self._datasets = datasets
+        self._bounds = np.cumsum([0] + [len(dataset) for dataset in datasets])
+        self._order = order
+        self._samples = len(order)
         self._steps = steps
         self._first = first
         self._batch_size = batch_size
@@ -163,18 +182,21 @@ class _HostBatches:
     def __len__(self) -> int:
         return self._steps
 
-    def __getitem__(self, step: int) -> Batch:
-        start = self._first + step * self._batch_size
-        windows = [self._samples[start + row] for row in self._rows if start + row < self._size]
-        padding = len(self._rows) - len(windows)
-        like = windows[0] if windows else self._samples[0]
-        return {
-            name: np.stack([window[name] for window in windows] + [np.zeros_like(like[name])] * padding)
-            for name in like
-        }
+    def __getitem__(self, index: int) -> Batch:
+        shape = (len(self._rows), self._datasets[0].sequence_length + 1)
+        tokens, segment_ids = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        start = self._first + index * self._batch_size
+        for i, row in enumerate(self._rows):
+            if start + row < self._samples:
+                window = self._order[start + row]
+                source = int(np.searchsorted(self._bounds, window, side="right")) - 1
+                self._datasets[source].read(window - int(self._bounds[source]), tokens[i], segment_ids[i])
+        return {"tokens": tokens, "segment_ids": segment_ids}
 
 
 def _read(batches: _HostBatches, prefetch: int) -> Iterator[Batch]:
+    if not len(batches):
+        return
     options = grain.ReadOptions(num_threads=min(READ_THREADS, prefetch), prefetch_buffer_size=prefetch)
     iterator = iter(grain.MapDataset.source(batches).to_iter_dataset(options))
     try:

@@ -1,7 +1,8 @@
-"""One unit of preparation: the documents of one large file, or of a run of small ones, become one shard a split.
+"""One unit of preparation: the documents of a large file, or of a run of small ones, become a shard a split.
 
-A part is a pure function of its input files and the settings, and its record is written after its shards. So parts
-can be made in any order, by any number of processes, and again after an interruption, and give the same bytes.
+A part is a pure function of its input files and the settings, and its record is written after its shards. So
+parts can be made in any order, by any number of processes, and again after an interruption, and give the same
+bytes.
 """
 
 import hashlib
@@ -22,6 +23,8 @@ PART_BYTES = 16 << 20
 # What one call of the tokenizer gets: enough to occupy its threads, little enough to stay small in memory.
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
+RECORD_PATTERN = "part-*.json"
+SHARD_PATTERNS = tuple(f"{split}-*.{suffix}" for split in SPLITS for suffix in ("tokens", "offsets"))
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Settings:
 
 
 def group_files(files: list[InputFile]) -> list[list[InputFile]]:
-    """Cuts the list into parts: each parquet or JSON-lines file by itself, text files in runs of about 16 MiB."""
+    """Cuts the list into parts: a parquet or JSON-lines file each, text files in runs of about 16 MiB."""
     parts, size = [], 0
     for file in files:
         small = file_kind(file.path) == "text"
@@ -65,7 +68,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def draw_split(utf8: bytes, holdout: float) -> str:
-    """Draws a document's split from its text alone: equal documents share it, wherever and however often they occur."""
+    """Draws a document's split from its text alone, so that equal documents share it wherever they occur."""
     drawn = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest())
     return "heldout" if drawn < holdout * 2**64 else "train"
 
@@ -73,7 +76,7 @@ def draw_split(utf8: bytes, holdout: float) -> str:
 def read_texts(
     files: Iterable[InputFile], settings: Settings, skipped: Counter[str]
 ) -> Iterator[tuple[str, str, int]]:
-    """Iterates (split, text, bytes of UTF-8) of every document that has text, and counts the others by reason."""
+    """Iterates (split, text, bytes of UTF-8) of each document with text; counts the others by reason."""
     for file in files:
         try:
             for text in read_documents(file.path, settings.text_field):
@@ -166,10 +169,14 @@ def part_done(output: Path, number: int) -> bool:
 
 
 def read_part(output: Path, number: int) -> dict[str, Any]:
-    """Returns the part's record: {"skipped": {reason: count}, "splits": {split: {name, tokens, documents, text_bytes}}}."""
+    """Returns {"skipped": {reason: count}, "splits": {split: {name, tokens, documents, text_bytes}}}."""
     return read_json(_record_path(output, number))
 
 
+def any_record(output: Path) -> bool:
+    return any(output.glob(RECORD_PATTERN))
+
+
 def delete_records(output: Path) -> None:
-    for path in output.glob("part-*.json"):
+    for path in output.glob(RECORD_PATTERN):
         path.unlink()

@@ -2,29 +2,22 @@
 
 import argparse
 import dataclasses
-import multiprocessing
-import os
 import sys
-import threading
 from collections import Counter
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from orthros_jax.config import DataConfig
 from orthros_jax.data import stdlib
 from orthros_jax.data.parts import (
+    SHARD_PATTERNS,
     Settings,
+    any_record,
     delete_records,
     group_files,
-    part_done,
     read_part,
     read_texts,
     token_dtype,
-    write_part,
 )
 from orthros_jax.data.readers import InputFile, resolve_inputs
 from orthros_jax.data.storage import (
@@ -43,13 +36,13 @@ from orthros_jax.data.tokenizer import (
     TOKENIZER_FILE,
     TRAINED_BOS_ID,
     TRAINED_EOS_ID,
-    ByteTokenizer,
     FileTokenizer,
     Tokenizer,
     read_tokenizer,
     train_bpe,
     training_size,
 )
+from orthros_jax.data.workers import available_cores, write_parts
 from orthros_jax.errors import UserError
 
 # Text that a new BPE is trained on, taken evenly from the start of every input file.
@@ -73,8 +66,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenises documents into the folder `output` and returns its index.
 
-    The bytes depend on the inputs and the settings alone, not on `workers`, nor on interruptions: the same call after
-    one continues with the parts that are missing, and on a finished data set it changes nothing.
+    The bytes depend on the inputs and the settings alone, not on `workers`, nor on interruptions: after one,
+    the same call continues with the parts that are missing, and on a finished data set it changes nothing.
 
     Args:
       inputs: files, folders, globs, fsspec URLs, or `python-stdlib`.
@@ -91,7 +84,7 @@ def prepare(
       progress: show a progress bar and a summary on standard error.
 
     Raises:
-      UserError: missing or damaged inputs, no text in them, a full disk, or an output made with other arguments.
+      UserError: missing or damaged inputs, no text in them, a full disk, an output made with other arguments.
     """
     output = Path(output)
     if not 0 <= holdout < 1:
@@ -110,27 +103,47 @@ def prepare(
         holdout=holdout,
         skip_corrupt=skip_corrupt,
     )
-    _make_folder(output)
+    created = _make_folder(output)
     with folder_lock(output):
         _check_manifest(output, settings, files)
-        if not (output / INDEX_FILE).exists():
-            for partial in output.glob(f"*{PARTIAL_MARK}*"):
-                partial.unlink()
-            used = given or _trained_tokenizer(output, settings, files, size or 0)
-            if isinstance(used, FileTokenizer):
-                _write_bytes(output / TOKENIZER_FILE, used.content)
-            parts = group_files(files)
-            _write_parts(parts, settings, used, output, workers or _available_cores(), progress)
-            write_json(output / INDEX_FILE, _build_index(output, len(parts), settings, used))
-        delete_records(output)
+        try:
+            if not (output / INDEX_FILE).exists():
+                _fill(output, settings, files, given, size or 0, workers or available_cores(), progress)
+            delete_records(output)
+        finally:
+            # A first attempt that failed, say for a wrong text_field, must not stand in the way of the next.
+            if not _started(output):
+                _clear(output)
+                if created:
+                    output.rmdir()
     index = read_json(output / INDEX_FILE)
     if progress:
         print(summary(output, index), file=sys.stderr)
     return index
 
 
+def _fill(
+    output: Path,
+    settings: Settings,
+    files: list[InputFile],
+    given: Tokenizer | None,
+    size: int,
+    workers: int,
+    progress: bool,
+) -> None:
+    for partial in output.glob(f"*{PARTIAL_MARK}*"):
+        partial.unlink()
+    tokenizer = given or _trained_tokenizer(output, settings, files, size)
+    if isinstance(tokenizer, FileTokenizer):
+        with atomic_writer(output / TOKENIZER_FILE) as stream:
+            stream.write(tokenizer.content)
+    parts = group_files(files)
+    write_parts(parts, settings, tokenizer, output, workers, progress)
+    write_json(output / INDEX_FILE, _build_index(output, len(parts), settings, tokenizer))
+
+
 def prepare_if_missing(data: DataConfig) -> None:
-    """Prepares `data.source` where the only path holds no finished data set yet; does nothing without a source."""
+    """Prepares `data.source` where `data.paths[0]` is no finished data set yet; without a source, nothing."""
     if data.source is not None and not (Path(data.paths[0]) / INDEX_FILE).exists():
         prepare([data.source], data.paths[0], tokenizer=data.tokenizer)
 
@@ -170,19 +183,32 @@ def _input_files(inputs: list[str]) -> list[InputFile]:
 def _framing_id(key: str, wanted: bool, tokenizer: str, token_id: int | None) -> int | None:
     if wanted and token_id is None:
         raise UserError(
-            f"{tokenizer}: this tokenizer names no {key.upper()} token; give its spelling with --{key}_token, "
-            f"or do without with --no_{key}"
+            f"{tokenizer}: this tokenizer names no {key.upper()} token; give its spelling with "
+            f"--{key}_token, or do without with --no_{key}"
         )
     return token_id if wanted else None
 
 
-def _make_folder(output: Path) -> None:
+def _make_folder(output: Path) -> bool:
+    """Returns whether the folder is new."""
+    if output.is_dir():
+        return False
     try:
-        output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise UserError(f"{output}: is a file; choose another output folder") from None
+        output.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{output}: cannot be created: {error.strerror}") from None
+        raise UserError(f"{output}: cannot be created: {error.strerror}; choose another output") from None
+    return True
+
+
+def _started(output: Path) -> bool:
+    return (output / INDEX_FILE).exists() or any_record(output)
+
+
+def _clear(output: Path) -> None:
+    """Removes what an attempt left that finished no part."""
+    for pattern in (MANIFEST_FILE, TOKENIZER_FILE, f"*{PARTIAL_MARK}*", *SHARD_PATTERNS):
+        for path in output.glob(pattern):
+            path.unlink()
 
 
 def _check_manifest(output: Path, settings: Settings, files: list[InputFile]) -> None:
@@ -196,13 +222,15 @@ def _check_manifest(output: Path, settings: Settings, files: list[InputFile]) ->
     }
     if path.exists():
         differences = _differences(read_json(path), asked)
-        if differences:
+        if not differences:
+            return
+        if _started(output):
             raise UserError(
-                f"{output}: holds a data set prepared differently ({'; '.join(differences)}); "
-                "choose another output, repeat the earlier arguments, or delete the folder to prepare it anew"
+                f"{output}: holds a data set prepared differently ({'; '.join(differences)}); choose another "
+                "output, repeat the earlier arguments, or delete the folder to prepare it anew"
             )
-        return
-    if any(PARTIAL_MARK not in entry.name for entry in output.iterdir()):
+        _clear(output)
+    elif any(PARTIAL_MARK not in entry.name for entry in output.iterdir()):
         raise UserError(f"{output}: is neither empty nor a prepared data set; choose another output folder")
     write_json(path, asked)
 
@@ -210,29 +238,24 @@ def _check_manifest(output: Path, settings: Settings, files: list[InputFile]) ->
 def _differences(earlier: dict[str, Any], asked: dict[str, Any]) -> list[str]:
     if (earlier["format"], earlier["version"]) != (asked["format"], asked["version"]):
         return [f"format {earlier['format']} {earlier['version']}, now {asked['format']} {asked['version']}"]
+    before, now = earlier["settings"], asked["settings"]
+    # A tokenizer file is the same wherever it lies.
+    same_file = now["fingerprint"] is not None and now["fingerprint"] == before["fingerprint"]
     found = [
-        f"{key} was {earlier['settings'].get(key)}, now {value}"
-        for key, value in asked["settings"].items()
-        if earlier["settings"].get(key) != value
+        f"{key} was {before[key]}, now {now[key]}"
+        for key in now
+        if before[key] != now[key] and not (key == "tokenizer" and same_file)
     ]
-    before = {file["path"]: file for file in earlier["inputs"]}
-    now = {file["path"]: file for file in asked["inputs"]}
+    old, new = ({file["path"]: file for file in manifest["inputs"]} for manifest in (earlier, asked))
     changes = [
-        ("missing input", sorted(before.keys() - now.keys())),
-        ("new input", sorted(now.keys() - before.keys())),
+        ("missing input", sorted(old.keys() - new.keys())),
+        ("new input", sorted(new.keys() - old.keys())),
+        ("changed input", sorted(path for path in old.keys() & new.keys() if old[path] != new[path])),
     ]
-    changes.append(
-        ("changed input", sorted(path for path in before.keys() & now.keys() if before[path] != now[path]))
-    )
     for what, paths in changes:
         if paths:
             found.append(f"{what} {paths[0]}" + (f" and {len(paths) - 1} more" if len(paths) > 1 else ""))
     return found
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    with atomic_writer(path) as stream:
-        stream.write(content)
 
 
 def _trained_tokenizer(output: Path, settings: Settings, files: list[InputFile], size: int) -> Tokenizer:
@@ -257,113 +280,6 @@ def _training_texts(files: list[InputFile], settings: Settings):
                 break
 
 
-def _available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _write_parts(
-    parts: list[list[InputFile]],
-    settings: Settings,
-    tokenizer: Tokenizer,
-    output: Path,
-    workers: int,
-    progress: bool,
-) -> None:
-    missing = [number for number in range(len(parts)) if not part_done(output, number)]
-    workers = min(workers, len(missing))
-    bar = tqdm(
-        total=len(parts), initial=len(parts) - len(missing), desc="prepare", unit="part", disable=not progress
-    )
-    with bar:
-        if workers <= 1:
-            done = 0
-
-            def show(tokens: int) -> None:
-                nonlocal done
-                done += tokens
-                bar.set_postfix_str(f"{done / 1e6:.1f}M tokens")
-
-            for number in missing:
-                write_part(number, parts[number], settings, tokenizer, output, show)
-                bar.update()
-            return
-        _write_in_processes(missing, parts, settings, tokenizer, output, workers, bar)
-
-
-def _write_in_processes(
-    missing: list[int],
-    parts: list[list[InputFile]],
-    settings: Settings,
-    tokenizer: Tokenizer,
-    output: Path,
-    workers: int,
-    bar: tqdm,
-) -> None:
-    # Spawned, not forked: the parent may already run the threads of JAX and of tokenizers.
-    context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
-    threads = max(1, _available_cores() // workers)
-    pool = ProcessPoolExecutor(
-        workers,
-        context,
-        _start_worker,
-        (settings, _worker_spec(tokenizer, settings), output, threads, counter),
-    )
-    try:
-        pending = {pool.submit(_run_part, number, parts[number]) for number in missing}
-        while pending:
-            done, pending = wait(pending, timeout=0.5, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-                bar.update()
-            bar.set_postfix_str(f"{counter.value / 1e6:.1f}M tokens")
-    except BrokenProcessPool:
-        raise UserError(
-            f"{output}: a worker process died, most likely out of memory; "
-            "run the same command again with fewer --workers, it continues"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_worker: dict[str, Any] = {}
-
-
-def _worker_spec(tokenizer: Tokenizer, settings: Settings) -> tuple | None:
-    if isinstance(tokenizer, FileTokenizer):
-        return tokenizer.content, tokenizer.name, tokenizer.bos_id, tokenizer.eos_id
-    return None
-
-
-def _start_worker(
-    settings: Settings, tokenizer: tuple | None, output: Path, threads: int, counter: Any
-) -> None:
-    os.environ["RAYON_NUM_THREADS"] = str(threads)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    _worker.update(
-        settings=settings,
-        tokenizer=FileTokenizer(*tokenizer) if tokenizer else ByteTokenizer(),
-        output=output,
-        counter=counter,
-    )
-
-
-def _die_with_parent() -> None:
-    """A killed parent cannot stop its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _run_part(number: int, files: list[InputFile]) -> None:
-    def count(tokens: int) -> None:
-        with _worker["counter"].get_lock():
-            _worker["counter"].value += tokens
-
-    write_part(number, files, _worker["settings"], _worker["tokenizer"], _worker["output"], count)
-
-
 def _build_index(output: Path, parts: int, settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
     records = [read_part(output, number) for number in range(parts)]
     skipped: Counter[str] = Counter()
@@ -379,8 +295,10 @@ def _build_index(output: Path, parts: int, settings: Settings, tokenizer: Tokeni
             ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "no rows at all"
         )
         heldout = splits["heldout"]["documents"]
+        delete_records(output)
         raise UserError(
-            f"{output}: the inputs hold no training text (skipped: {reasons}; held out: {heldout} documents); "
+            f"{output}: the inputs hold no training text "
+            f"(skipped: {reasons}; held out: {heldout} documents); "
             "check the files and --text_field" + (", or lower --holdout" if heldout else "")
         )
     return {
@@ -402,7 +320,7 @@ def _build_index(output: Path, parts: int, settings: Settings, tokenizer: Tokeni
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command `prepare`; exits with code 2 and one message on a mistake in the arguments or the inputs."""
+    """The command `prepare`. Raises what `prepare` raises; a wrong argument exits with code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m orthros_jax prepare",
         description="Tokenise text into a data set folder that training reads. Run it again to continue.",
@@ -421,20 +339,16 @@ def main(argv: list[str] | None = None) -> None:
     add("--workers", type=int, help="processes (default: one for each core)")
     add("--skip_corrupt", action="store_true", help="skip and count damaged files instead of stopping")
     arguments = parser.parse_args(argv)
-    try:
-        prepare(
-            arguments.input,
-            arguments.output,
-            tokenizer=arguments.tokenizer,
-            text_field=arguments.text_field,
-            holdout=arguments.holdout,
-            bos=not arguments.no_bos,
-            eos=not arguments.no_eos,
-            bos_token=arguments.bos_token,
-            eos_token=arguments.eos_token,
-            workers=arguments.workers,
-            skip_corrupt=arguments.skip_corrupt,
-        )
-    except UserError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+    prepare(
+        arguments.input,
+        arguments.output,
+        tokenizer=arguments.tokenizer,
+        text_field=arguments.text_field,
+        holdout=arguments.holdout,
+        bos=not arguments.no_bos,
+        eos=not arguments.no_eos,
+        bos_token=arguments.bos_token,
+        eos_token=arguments.eos_token,
+        workers=arguments.workers,
+        skip_corrupt=arguments.skip_corrupt,
+    )

@@ -1,7 +1,8 @@
 """Documents of parquet, JSON-lines and plain-text files, local or behind an fsspec URL.
 
-A document is one row of a parquet file, one line of a JSON-lines file, or one whole text file. `resolve_inputs` turns
-what the user named into a sorted list of files; `read_documents` iterates the texts of one of them.
+A document is one row of a parquet file, one line of a JSON-lines file, or one whole text file.
+`resolve_inputs` turns what the user named into a sorted list of files; `read_documents` iterates the texts of
+one of them.
 """
 
 import io
@@ -11,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
-import fsspec
 from fsspec.core import has_magic, url_to_fs
 
 from orthros_jax.errors import UserError
 
 JSON_SUFFIXES = frozenset({".jsonl", ".json", ".ndjson"})
 TEXT_SUFFIXES = frozenset(
-    ".txt .text .md .rst .tex .py .c .h .cc .cpp .java .js .ts .go .rs .sh .sql .html".split()
+    {".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts"}
+    | {".go", ".rs", ".sh", ".sql"}
 )
 COMPRESSION_SUFFIXES = frozenset({".gz", ".zst"})
 KNOWN_SUFFIXES = (
-    "readable are .parquet, JSON lines (.jsonl, .json, .ndjson) and text (.txt, .md, .py, ...), the latter two also "
-    "with .gz or .zst"
+    "readable are .parquet, JSON lines (.jsonl, .json, .ndjson) and text (.txt, .md, .py, ...), "
+    "the latter two also with .gz or .zst"
 )
 PROTOCOL_PACKAGES = {
     "gs": "gcsfs",
@@ -82,7 +83,7 @@ def resolve_inputs(inputs: list[str]) -> list[InputFile]:
     A folder stands for its files with a known suffix, at any depth, hidden ones left out.
 
     Raises:
-      UserError: nothing there, nothing matched, a suffix that is not known, or a package missing for the protocol.
+      UserError: nothing there, nothing matched, an unknown suffix, or a package missing for the protocol.
     """
     files = {file.path: file for item in inputs for file in _expand(item)}
     return [files[path] for path in sorted(files)]
@@ -127,7 +128,7 @@ def _version(info: dict[str, Any]) -> str:
     return next((str(info[key]) for key in VERSION_KEYS if info.get(key) is not None), "")
 
 
-def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+def _filesystem(path: str) -> tuple[Any, str]:
     protocol = path.split("://")[0] if "://" in path else "file"
     try:
         return url_to_fs(path)
@@ -147,7 +148,7 @@ def read_documents(path: str, text_field: str) -> Iterator[str | None]:
       text_field: parquet column or JSON key that holds the text; plain text has none.
 
     Raises:
-      UserError: the file cannot be opened, or has no such field, or the field holds something other than text.
+      UserError: the file cannot be opened, has no such field, or holds something other than text in it.
       CorruptFileError: truncated or damaged data, with the row or line where it was noticed.
     """
     fs, root = _filesystem(path)
@@ -196,7 +197,8 @@ def _check_text_column(path: str, schema: Any, text_field: str) -> None:
 
     if text_field not in schema.names:
         raise UserError(
-            f"{path}: no column {text_field!r}, only {', '.join(schema.names)}; name the text with --text_field"
+            f"{path}: no column {text_field!r}, only {', '.join(schema.names)}; "
+            "name the text with --text_field"
         )
     kind = schema.field(text_field).type
     value_kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -280,7 +282,7 @@ def _decompressed(path: str, raw: BinaryIO) -> BinaryIO:
 
 
 def _zstd_chunks(raw: BinaryIO) -> Iterator[bytes]:
-    """Decompresses frame after frame; unlike zstandard's own reader it notices a frame that stops half-way."""
+    """Decompresses frame after frame; unlike zstandard's own reader, notices one that stops half-way."""
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)

@@ -1,7 +1,7 @@
 """The corpus "python-stdlib": source files of the running Python's standard library, which every machine has.
 
-Left out: tests, installed packages, generated tables, and near-duplicates. Whole folders are held out, so that no
-held-out module has a sibling in training.
+Left out are tests, installed packages, generated tables and near-duplicates. Whole folders are held out, so
+that no held-out module has a sibling in training.
 """
 
 import os
@@ -51,9 +51,9 @@ def stdlib_files(root: Path | None = None, min_bytes: int = MIN_BYTES) -> list[I
     total = sum(file.size for file in files)
     if total < min_bytes or not any(file.split == "heldout" for file in files):
         raise UserError(
-            f"{NAME}: only {total / 1e6:.1f} MB of Python source under {root}, at least {min_bytes / 1e6:.1f} MB are "
-            "needed; use a full Python installation (on Debian: apt install python3-full), or name your own text "
-            "files as the source"
+            f"{NAME}: only {total / 1e6:.1f} MB of Python source under {root}, at least "
+            f"{min_bytes / 1e6:.1f} MB are needed; use a full Python installation (on Debian: apt install "
+            "python3-full), or name your own text files as the source"
         )
     return files
 

@@ -80,7 +80,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(
-            f"{folder}: another process is preparing this data set; wait for it to finish, or choose another output"
+            f"{folder}: another process is preparing this data set; wait for it, or choose another output"
         ) from None
     else:
         yield

@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, a tokenizer.json, or a byte-level BPE trained on the corpus itself.
 
-Tokenizers here only encode text. BOS and EOS are added in one place, `orthros_jax.data.parts`, never by a tokenizer's
-own post-processor, and a special token spelled out in a document is encoded as the text that it is.
+Tokenizers here only encode text. BOS and EOS are added in one place, `orthros_jax.data.parts`, never by a
+tokenizer's own post-processor, and a special token spelled out in a document is encoded as plain text.
 """
 
 import hashlib
@@ -19,8 +19,7 @@ TOKENIZER_FILE = "tokenizer.json"
 TRAINED_BOS = "<|bos|>"
 TRAINED_EOS = "<|eos|>"
 TRAINED_BOS_ID, TRAINED_EOS_ID = 0, 1
-# A tokenizer.json does not say which of its tokens open and close a document. These are the spellings of Llama,
-# Mistral, Gemma, GPT-2, GPT-NeoX, SmolLM, Qwen and BERT-like vocabularies; tokenizer_config.json comes first.
+# A tokenizer.json does not say which of its tokens open and close a document; these are the usual spellings.
 BOS_NAMES = (TRAINED_BOS, "<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]")
 EOS_NAMES = (TRAINED_EOS, "</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]")
 BYTES = 256
@@ -64,8 +63,8 @@ class ByteTokenizer:
     name = "byte"
     fingerprint = hashlib.sha256(b"utf-8 bytes 0..255, bos 256, eos 257").hexdigest()
     vocab_size = BYTES + 2
-    bos_id = BYTES
-    eos_id = BYTES + 1
+    bos_id: int | None = BYTES
+    eos_id: int | None = BYTES + 1
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(clean_text(text).encode(), np.uint8).astype(np.uint16) for text in texts]
@@ -100,9 +99,14 @@ class FileTokenizer:
         self.content = content
         self.name = name
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self.vocabulary.values(), default=-1) + 1
         self.bos_id = bos_id
         self.eos_id = eos_id
+
+    def __reduce__(self):
+        # The backend's own pickle forgets encode_special_tokens.
+        return FileTokenizer, (self.content, self.name, self.bos_id, self.eos_id)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._backend.encode_batch_fast([clean_text(t) for t in texts], add_special_tokens=False)
@@ -115,8 +119,8 @@ class FileTokenizer:
 def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:
     """Opens `byte` or a tokenizer.json file (or a folder that holds one).
 
-    BOS and EOS are those named here, else those of a tokenizer_config.json beside the file, else the first well-known
-    spelling in the vocabulary, else None.
+    BOS and EOS are those named here, else those of a tokenizer_config.json beside the file, else the first
+    well-known spelling in the vocabulary, else None.
 
     Raises:
       UserError: no such file, not a tokenizer, or a named token that it does not have.
@@ -127,19 +131,15 @@ def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | Non
     path = path / TOKENIZER_FILE if path.is_dir() else path
     if not path.is_file():
         raise UserError(
-            f"{spec}: no such tokenizer; give `byte`, a tokenizer.json file, or `train:SIZE` to train a new one"
+            f"{spec}: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a new one"
         )
     content = path.read_bytes()
-    vocabulary = _vocabulary(content, str(path))
+    vocabulary = FileTokenizer(content, str(path), None, None).vocabulary
     config = path.with_name("tokenizer_config.json")
     declared = json.loads(config.read_bytes()) if config.is_file() else {}
     bos_id = _special_id(vocabulary, str(path), bos_token, declared, "bos_token", BOS_NAMES)
     eos_id = _special_id(vocabulary, str(path), eos_token, declared, "eos_token", EOS_NAMES)
     return FileTokenizer(content, f"{path.resolve().parent.name}/{path.name}", bos_id, eos_id)
-
-
-def _vocabulary(content: bytes, name: str) -> dict[str, int]:
-    return FileTokenizer(content, name, None, None)._backend.get_vocab(with_added_tokens=True)
 
 
 def _special_id(
@@ -178,7 +178,8 @@ def training_size(spec: str) -> int | None:
 def train_bpe(texts: Iterable[str], size: int) -> bytes:
     """Trains a byte-level BPE (GPT-2's pre-tokenisation) and returns its tokenizer.json.
 
-    The same texts give the same bytes. Ids 0 and 1 are BOS and EOS; a small corpus may give fewer than `size` entries.
+    The same texts give the same bytes. Ids 0 and 1 are BOS and EOS; a small corpus may give fewer than `size`
+    entries.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
