@@ -10,6 +10,7 @@ are sharded.
 
 import errno
 import json
+import logging
 import os
 import shutil
 import sys
@@ -30,6 +31,14 @@ from orthros_jax.errors import UserError
 
 # Orbax writes both when a step is complete; a folder without them was never committed.
 _COMMIT_MARKS = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+
+def _is_not_raised_anyway(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+
+
+# Orbax logs pages of tracebacks for a failed save, which it raises as well; the user gets one message.
+logging.getLogger("absl").addFilter(_is_not_raised_anyway)
 
 
 class Restored(NamedTuple):
@@ -341,9 +350,9 @@ def _require_fit(folder: Path, saved: dict[str, dict], target: dict[str, Any], p
         first = misfits[0]
         others = f" (and {len(misfits) - 1} more)" if len(misfits) > 1 else ""
         raise UserError(
-            f"checkpoint {folder} does not fit these settings: {first} is {described(held.get(first))} "
-            f"in the checkpoint and {described(wanted.get(first))} in this run{others}. Use the settings that the "
-            "run was started with, or another run_dir."
+            f"checkpoint {folder} does not fit these settings: {first} is {described(held.get(first))} in "
+            f"the checkpoint and {described(wanted.get(first))} in this run{others}. "
+            "Use the settings that the run was started with, or another run_dir."
         )
 
 
