@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from orthros_jax.config import ModelConfig
@@ -37,7 +38,9 @@ class Embedding(nnx.Module):
         self.dtype = jnp.dtype(config.compute_dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.kernel[...].astype(self.dtype)[tokens]
+        # Looked up before it is rounded: the gradient then adds a token's occurrences in the parameter's type, where a
+        # sum in bfloat16 stops growing after some 256 of them.
+        return self.kernel[...][tokens].astype(self.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -78,21 +81,23 @@ class SwiGLU(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-def rope_frequencies(config: ModelConfig) -> jax.Array:
+def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Angle per position of each pair of channels, [H / 2] float32 (arXiv 2104.09864 equation 15).
+
+    Formed in float64 on the host, so that they are correctly rounded and the same on every device: at position 131071
+    an error of one part in a million would turn a pair by 0.1 rad.
 
     With `rope_scaling: llama3`, channels whose wavelength is above original_length / low_frequency_factor turn slower
     by `rope_factor`, those below original_length / high_frequency_factor are left, and the rest blends linearly in the
     reciprocal wavelength (Llama 3.1).
     """
-    exponent = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequency = 1.0 / config.rope_base**exponent
+    frequency = config.rope_base ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     if config.rope_scaling == "none":
-        return frequency
+        return frequency.astype(np.float32)
     low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
     turns = config.rope_original_length * frequency / (2 * math.pi)
-    keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-    return frequency * (keep + (1 - keep) / config.rope_factor)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (frequency * (keep + (1 - keep) / config.rope_factor)).astype(np.float32)
 
 
 def rope_table(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:

@@ -38,9 +38,7 @@ def graph_of(config: ModelConfig) -> nnx.GraphDef:
 
 def random_params(config: ModelConfig, seed: int = 0) -> dict:
     """Weights of order 1 after each product; norms, gammas and betas far from identity."""
-    shapes = nnx.to_pure_dict(
-        nnx.state(nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0))), nnx.Param)
-    )
+    shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0))), nnx.Param))
     random = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -59,7 +57,11 @@ def random_params(config: ModelConfig, seed: int = 0) -> dict:
     return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+# Compiling takes far longer than running; without optimisation it takes half the time.
+fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.partial(fast_jit, static_argnums=0)
 def logits(config: ModelConfig, params: dict, layout: Layout) -> jax.Array:
     model = nnx.merge(graph_of(config), params)
     return model.logits(model(layout))
@@ -71,9 +73,7 @@ def backends() -> list[str]:
     def works(impl):
         q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
         try:
-            jax.eval_shape(
-                lambda q: pallas_kernels.dual_stream_attention(q, q, q, q, window=4, impl=impl), q
-            )
+            jax.eval_shape(lambda q: pallas_kernels.dual_stream_attention(q, q, q, q, window=4, impl=impl), q)
         except (NotImplementedError, ValueError):
             return False
         return True
