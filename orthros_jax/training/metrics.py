@@ -71,8 +71,13 @@ class MetricsWriter:
         if config.tensorboard:
             from tensorboardX import SummaryWriter
 
-            folder = str(run_dir / "tensorboard")
-            self._tensorboard = SummaryWriter(folder, purge_step=resume_step + 1, flush_secs=30)
+            # Two starts within a second would write the same file but for the suffix.
+            self._tensorboard = SummaryWriter(
+                str(run_dir / "tensorboard"),
+                purge_step=resume_step + 1,
+                flush_secs=10,
+                filename_suffix=f".{resume_step}",
+            )
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes the numbers of one step: Python, NumPy or JAX scalars by name."""

@@ -53,7 +53,9 @@ def test_draws_both_panels(tmp_path, monkeypatch, capsys):
     np.testing.assert_array_equal(held_out.get_ydata(), [2.5] * 4)
     assert len([line for line in right.lines if len(line.get_xdata())]) == 3
     labels = [text.get_text() for text in left.get_legend().get_texts()]
-    assert labels == ["a/orthros", "a/orthros, held out: 2.500 at the end"] + [
+    assert labels == [
+        "a/orthros",
+        "a/orthros, held out: 2.500 at the end",
         "b/orthros",
         "b/orthros, held out: 2.500 at the end",
     ]
