@@ -162,7 +162,7 @@ def _parse_override(name: str, text: str) -> Any:
 
 def _read_file(path: str) -> dict[str, _Setting]:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"configuration file {path} does not exist") from None
     except IsADirectoryError:
@@ -418,7 +418,7 @@ _Dumper.add_representer(
 
 
 def _dump(config: Config) -> str:
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 class _HelpFormatter(DefaultHelpFormatter):
