@@ -80,7 +80,7 @@ def file_kind(path: str) -> str | None:
 def resolve_inputs(inputs: list[str]) -> list[InputFile]:
     """Expands files, folders, globs and URLs into files, each once, sorted by path.
 
-    A folder stands for its files with a known suffix, at any depth, hidden ones left out.
+    A folder stands for its files with a known suffix, at any depth. Folders and globs leave hidden files out.
 
     Raises:
       UserError: nothing there, nothing matched, an unknown suffix, or a package missing for the protocol.
@@ -102,9 +102,11 @@ def _expand(item: str) -> list[InputFile]:
             raise UserError(f"{item}: no such file or folder")
     except (OSError, ImportError) as error:
         raise UserError(f"{item}: cannot be listed: {error}") from error
-    found = {path: info for path, info in found.items() if info["type"] == "file"}
-    if not named:
-        found = {path: info for path, info in found.items() if not _hidden(path, root) and file_kind(path)}
+    found = {
+        path: info
+        for path, info in found.items()
+        if info["type"] == "file" and not _hidden(path, root) and (named or file_kind(path))
+    }
     if not found:
         what = (
             "no file matches this pattern" if named else f"no readable file in this folder; {KNOWN_SUFFIXES}"
@@ -121,7 +123,8 @@ def _expand(item: str) -> list[InputFile]:
 
 
 def _hidden(path: str, root: str) -> bool:
-    return any(part.startswith(".") for part in PurePosixPath(path).relative_to(root).parts)
+    given = PurePosixPath(root).parts
+    return any(part.startswith(".") for part in PurePosixPath(path).parts if part not in given)
 
 
 def _version(info: dict[str, Any]) -> str:
@@ -173,7 +176,7 @@ def _parquet_documents(path: str, raw: BinaryIO, text_field: str) -> Iterator[st
     row = 0
     try:
         # Only the text column is touched, so shards may disagree about every other one.
-        parquet = pq.ParquetFile(raw, pre_buffer=True)
+        parquet = pq.ParquetFile(raw, pre_buffer=True, page_checksum_verification=True)
         _check_text_column(path, parquet.schema_arrow, text_field)
         for group in range(parquet.num_row_groups):
             column = parquet.read_row_group(group, columns=[text_field]).column(0).cast(pa.large_string())
