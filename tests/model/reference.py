@@ -1,7 +1,7 @@
-"""The model of design section 1 in float64 NumPy: one sequence at a time, loops over rows, nothing shared with the code.
+"""The models in float64 NumPy: one sequence at a time, loops over rows, nothing shared with the code.
 
-Both streams are written out in full: O duplicates the embeddings of the rows that predict, every layer runs both with
-shared weights over the keys and values of C, and the head reads O alone.
+Both streams are written out in full: O duplicates the embeddings of the rows that predict, every layer runs
+both with shared weights over the keys and values of C, and the head reads O alone.
 """
 
 import math
