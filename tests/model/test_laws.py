@@ -193,7 +193,7 @@ def test_a_copied_document_is_no_easier():
 
 
 def _context_and_output_rows(config, params, layout, embedded):
-    """Context rows behind the hidden layers [T, D] and final output rows [P, D] for given embeddings [T, D]."""
+    """Context rows behind the hidden layers and final output rows for embeddings [T, D]."""
     model = nnx.merge(graph_of(config), params)
     table = rope_table(layout.positions, config)
     rope = Streams(table, output_rope(table, layout))
@@ -231,7 +231,7 @@ def test_causality_and_receptive_field_by_gradient(kind, impl):
 
 
 def test_padding_changes_nothing(impl):
-    """Rows of 8 and 3 tokens and one of padding alone: finite, with the loss and gradients of the two alone."""
+    """Rows of 8 and 3 tokens and one of padding: the loss and gradients of the first two alone."""
     config = small_config(vocab_size=30, attention_impl=impl)
     params = random_params(config)
     tokens = np.random.default_rng(0).permutation(27).reshape(3, 9)
