@@ -1,0 +1,206 @@
+"""The choice of a backend, its refusals, and the mistakes in a call."""
+
+import ast
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import cross_attention, dual_stream_attention, sliding_window_attention
+from pallas_kernels.dual_stream_attention import api, cudnn
+from pallas_kernels.dual_stream_attention.mask import Stream
+
+
+def _array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _trace(operation, *arrays, **kwargs):
+    return jax.eval_shape(lambda *arrays: operation(*arrays, **kwargs), *arrays)
+
+
+def test_imports_jax_and_numpy_only():
+    allowed = {"jax", "numpy", "pallas_kernels"} | set(sys.stdlib_module_names)
+    files = list(Path(pallas_kernels.__file__).parent.rglob("*.py"))
+    assert len(files) >= 7
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{file}: relative import"
+                modules = [str(node.module)]
+            assert {module.split(".")[0] for module in modules} <= allowed, file
+
+
+def test_auto_takes_xla_on_a_cpu_and_says_so_once(caplog):
+    api._log_once.cache_clear()
+    q, k = _array(1, 8, 2, 16), _array(1, 8, 1, 16)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        for _ in range(2):
+            _trace(sliding_window_attention, q, k, k, window=3)
+        _trace(cross_attention, q, k, k)
+    assert [record.getMessage() for record in caplog.records] == [
+        "sliding_window_attention: impl=auto takes xla; not cudnn: it needs an NVIDIA GPU, and the device is cpu",
+        "cross_attention: impl=auto takes xla; not cudnn: it needs an NVIDIA GPU, and the device is cpu",
+    ]
+
+
+def test_forced_backend_never_falls_back():
+    q = _array(1, 8, 2, 16)
+    message = r"^dual_stream_attention: impl='cudnn' is not possible here: it needs an NVIDIA GPU, and the device is cpu$"
+    with pytest.raises(NotImplementedError, match=message):
+        _trace(dual_stream_attention, q, q, q, q, window=3, impl="cudnn")
+
+
+def _pretend_gpu(monkeypatch, capability="9.0"):
+    device = SimpleNamespace(
+        client=SimpleNamespace(platform_version="cuda 13000"),
+        compute_capability=capability,
+        device_kind="NVIDIA X",
+    )
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+
+
+@pytest.mark.parametrize(
+    ("capability", "q", "mask", "reason"),
+    [
+        ("9.0", _array(1, 8, 2, 64), {}, None),
+        ("8.0", _array(1, 7, 2, 128, dtype=jnp.float16), {}, None),
+        ("7.5", _array(1, 8, 2, 64), {}, "it needs compute capability 8.0, and NVIDIA X has 7.5"),
+        (
+            "9.0",
+            _array(1, 8, 2, 64, dtype=jnp.float32),
+            {},
+            "it needs bfloat16 or float16, and the inputs are float32",
+        ),
+        (
+            "9.0",
+            _array(1, 8, 2, 60),
+            {},
+            "it needs a head size that is a multiple of 8 and at most 128, and it is 60",
+        ),
+        (
+            "9.0",
+            _array(1, 8, 2, 136),
+            {},
+            "it needs a head size that is a multiple of 8 and at most 128, and it is 136",
+        ),
+        (
+            "9.0",
+            _array(1, 8, 2, 64),
+            {"segment_ids": _array(1, 8, dtype=jnp.int32)},
+            "packed segments need a bound on their number known at compile time, and segment_ids has none",
+        ),
+        (
+            "9.0",
+            _array(1, 8, 2, 64),
+            {"out_index": _array(1, 8, dtype=jnp.int32)},
+            "query rows must be the rows of the sequence, and out_index may name any",
+        ),
+        (
+            "9.0",
+            _array(2**10, 2**15, 1, 64),
+            {},
+            "its gradients are wrong for 2**31 or more query elements",
+        ),
+    ],
+)
+def test_cudnn_refusals(monkeypatch, capability, q, mask, reason):
+    _pretend_gpu(monkeypatch, capability)
+    stream = Stream(q, 4, mask.get("out_index"))
+    assert cudnn.unsupported((stream,), q, mask.get("segment_ids"), True) == reason
+
+
+def test_auto_prefers_cudnn_where_it_can(monkeypatch, caplog):
+    api._log_once.cache_clear()
+    _pretend_gpu(monkeypatch)
+    called = []
+    monkeypatch.setattr(cudnn, "attention", lambda streams, *_: called.append(streams) or [streams[0].q])
+    q = _array(1, 8, 2, 64)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        _trace(sliding_window_attention, q, q, q, window=3)
+    assert len(called) == 1
+    assert caplog.messages == ["sliding_window_attention: impl=auto takes cudnn"]
+
+
+def test_cudnn_lowers_to_two_causal_calls_with_the_window(monkeypatch):
+    """Without a GPU: the calls that would run, their mask and window, and a float32 sum of dk and of dv."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+    def loss(q_ctx, q_out, k, v):
+        streams = Stream(q_ctx, 128, None), Stream(q_out, None, None)
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in cudnn.attention(streams, k, v, None, 0.125))
+
+    q, k = _array(2, 512, 8, 64), _array(2, 512, 2, 64)
+    lowered = (
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(q, q, k, k).lower(lowering_platforms=("cuda",))
+    )
+    text = lowered.as_text().replace("\\22", '"')
+    assert text.count("@__cudnn$fmhaSoftmaxBackward(") == text.count("@__cudnn$fmhaSoftmax(") == 2
+    assert text.count('"mask_type": "CAUSAL"') == 4
+    assert text.count('"sliding_window_length": 128') == text.count('"sliding_window_length": 0') == 2
+    assert (
+        sum("stablehlo.add" in line and "tensor<2x512x2x64xf32>" in line for line in text.splitlines()) == 2
+    )
+
+
+Q, K = _array(2, 8, 4, 16), _array(2, 8, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "kwargs", "message"),
+    [
+        (
+            (_array(2, 7, 4, 16), K, K),
+            {},
+            "7 query rows for 8 keys need out_index, the row of each",
+        ),
+        (
+            (Q, K, K),
+            {"window": 0},
+            "a window counts the row's own key and must be at least 1, got 0",
+        ),
+        (
+            (_array(2, 8, 3, 16), K, K),
+            {},
+            "the 2 key/value heads must divide the 3 query heads",
+        ),
+        (
+            (_array(2, 8, 4, 16, dtype=jnp.float32), K, K),
+            {},
+            "q, k, v must all be float32, bfloat16 or float16, got float32, bfloat16, bfloat16",
+        ),
+        (
+            (Q, K, _array(2, 9, 2, 16)),
+            {},
+            "attention needs q [B, P, N, H] and k, v [B, T, K, H], "
+            "got q (2, 8, 4, 16), k (2, 8, 2, 16), v (2, 9, 2, 16)",
+        ),
+        (
+            (Q, K, K),
+            {"segment_ids": jnp.ones((2, 7), jnp.int32)},
+            "segment_ids must be an integer array of shape (2, 8), got int32 (2, 7)",
+        ),
+        (
+            (Q, K, K),
+            {"out_index": jnp.ones((2, 8))},
+            "out_index must be an integer array of shape (2, 8), got float32 (2, 8)",
+        ),
+        (
+            (Q, K, K),
+            {"impl": "triton"},
+            "impl must be one of auto, cudnn, xla, got 'triton'",
+        ),
+    ],
+)
+def test_mistakes_in_a_call(arrays, kwargs, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        _trace(cross_attention, *arrays, **kwargs)
+    assert str(error.value) == message
