@@ -87,6 +87,7 @@ class Checkpoints:
         self._manager: ocp.CheckpointManager | None = None
         self._pending: int | None = None
         self._newest: int | None = None
+        self._has_looked = False
 
     @property
     def newest_step(self) -> int | None:
@@ -96,7 +97,8 @@ class Checkpoints:
     def save(self, step: int, state: Any, metadata: dict, *, wait: bool = False) -> bool:
         """Starts to save `state` and returns as soon as it is copied to the host, so that it may be donated.
 
-        An earlier save that is still being written is waited for, and its failure is raised here.
+        An earlier save that is still being written is waited for, and its failure is raised here. In a folder
+        that holds steps, `restore` comes first.
 
         Args:
           step: number of completed steps; must exceed every step saved or restored so far, except that saving
@@ -178,6 +180,7 @@ class Checkpoints:
           UserError: the newest readable step holds other leaves, shapes or types; the message names the
           first.
         """
+        self._has_looked = True
         target = _named_leaves(abstract_state)
         for step in reversed(_steps(self.directory)):
             folder = self.directory / str(step)
@@ -196,6 +199,8 @@ class Checkpoints:
 
     def _set_damaged_steps_aside(self) -> None:
         damaged = [step for step in _steps(self.directory) if self._newest is None or step > self._newest]
+        if damaged and not self._has_looked:
+            raise ValueError(f"{self.directory} holds steps {damaged}: call restore before the first save")
         if damaged and jax.process_index() == 0:
             for step in damaged:
                 folder = self.directory / str(step)

@@ -213,6 +213,14 @@ def test_going_back_is_an_error(tmp_path, mesh):
     checkpoints.close()
 
 
+def test_saving_without_looking_leaves_old_steps_alone(tmp_path, mesh):
+    save_all(tmp_path, [1], mesh)
+    checkpoints, _ = open_checkpoints(tmp_path)
+    with pytest.raises(ValueError, match="call restore before the first save"):
+        checkpoints.save(2, make_state(2, mesh), {})
+    assert step_folders(tmp_path) == [1]
+
+
 def test_save_that_orbax_skips_is_not_lost_silently(tmp_path, mesh, monkeypatch):
     import orbax.checkpoint as ocp
 
@@ -406,7 +414,7 @@ def incompressible(seed):
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_full_disk(small_disk, wait, capfd):
+def test_full_disk(small_disk, wait, capfd, caplog):
     folder = small_disk / "checkpoints"
     checkpoints, _ = open_checkpoints(folder, keep_last=5)
     saved = []
@@ -426,6 +434,7 @@ def test_full_disk(small_disk, wait, capfd):
     checkpoints.close()
     assert sorted(p.name for p in folder.iterdir()) == [str(step) for step in range(1, failed)]
     assert capfd.readouterr().err == ""
+    assert [record for record in caplog.records if record.exc_info] == []
 
     checkpoints, lines = open_checkpoints(folder, keep_last=5)
     step, state, _ = restore(checkpoints, abstract(incompressible(0)))
