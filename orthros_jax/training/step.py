@@ -54,7 +54,7 @@ class StepMetrics(NamedTuple):
       learning_rate: rate of this step.
       context_pairs, output_pairs: visible (query, key) pairs of one layer.
       documents: documents in all windows of the step.
-      step, skipped, skipped_in_a_row: the state's counters after the step.
+      step, samples, skipped, skipped_in_a_row: the state's counters after the step.
     """
 
     cross_entropy: jax.Array
@@ -65,6 +65,7 @@ class StepMetrics(NamedTuple):
     output_pairs: jax.Array
     documents: jax.Array
     step: jax.Array
+    samples: jax.Array
     skipped: jax.Array
     skipped_in_a_row: jax.Array
 
@@ -155,6 +156,7 @@ def make_program(config: Config, schedule_steps: int) -> Program:
             output_pairs=output_pairs,
             documents=documents,
             step=step,
+            samples=samples,
             skipped=skipped,
             skipped_in_a_row=in_a_row,
         )

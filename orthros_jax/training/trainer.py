@@ -1,0 +1,372 @@
+"""The one training loop: start or resume, step, report, evaluate, save, stop."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from orthros_jax.config import Config, to_dict
+from orthros_jax.config_reader import save_config
+from orthros_jax.data.dataset import TokenDataset, dataset_tokenizer
+from orthros_jax.data.loader import (
+    bytes_per_token,
+    check_vocabulary,
+    documents_per_window,
+    evaluation_batches,
+    open_datasets,
+    training_batches,
+)
+from orthros_jax.data.prepare import prepare_if_missing
+from orthros_jax.inference.sample import sample_continuation
+from orthros_jax.model.flops import forward_flops
+from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, state_shardings
+from orthros_jax.training import report
+from orthros_jax.training.checkpoint import Checkpoints, read_metadata
+from orthros_jax.training.evaluation import evaluate
+from orthros_jax.training.interrupt import StopSignal
+from orthros_jax.training.metrics import MetricsWriter, peak_flops_per_second, read_metrics
+from orthros_jax.training.progress import Progress
+from orthros_jax.training.resume import changed_settings, data_identity, keep_from_first_start
+from orthros_jax.training.step import Batch, Program, StepMetrics, TrainState, make_program
+from orthros_jax.training.watchdog import Watchdog
+
+
+class Diverged(Exception):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+def train(config: Config, command: str = "python train.py --config FILE") -> int:
+    """Trains from where the run folder stands up to `training.steps`.
+
+    Args:
+      config: the run.
+      command: how it was started, for the advice at its end.
+
+    Returns:
+      Exit code: 0 where the run is complete or a signal stopped it after a save, 1 where it diverged.
+
+    Raises:
+      UserError: settings, data or disk need the user.
+    """
+    prepare_if_missing(config.data)
+    checkpoint_dir = Path(config.run_dir) / "checkpoints"
+    newest = read_metadata(checkpoint_dir)
+    saved = newest[1] if newest else None
+    datasets, heldout = open_datasets(config.data, "train"), open_datasets(config.data, "heldout")
+    check_vocabulary(datasets, config.model.vocab_size)
+    identity = data_identity(datasets)
+    config = keep_from_first_start(config, identity, saved)
+    mesh = build_mesh(config.mesh)
+    check_divisible(config, mesh)
+
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopSignal())
+        watchdog = stack.enter_context(Watchdog(config.training.watchdog_seconds))
+        stack.enter_context(jax.set_mesh(mesh))
+        keep = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every}
+        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(checkpoint_dir, **keep)))
+        program = make_program(config, config.optimizer.schedule_steps or config.training.steps)
+        state, flops = _restore_or_init(program, config, mesh, checkpoints)
+        start = int(state.step)
+        writer = stack.enter_context(contextlib.closing(MetricsWriter(config.metrics, config.run_dir, start)))
+        if jax.process_index() == 0:
+            save_config(config, Path(config.run_dir) / "config.yaml")
+        progress = Progress(config.training.steps, start, enabled=config.metrics.progress)
+        progress = stack.enter_context(contextlib.closing(progress))
+        progress.message(
+            report.opening(
+                config,
+                params=state.params,
+                mesh=mesh,
+                train=datasets,
+                heldout=heldout,
+                documents=documents_per_window(datasets),
+                start_step=start,
+            )
+        )
+        for line in changed_settings(config, saved["config"]) if saved else ():
+            progress.message(f"Changed  {line}")
+        run = _Run(config, program, mesh, state, flops, checkpoints, writer, progress, watchdog, stop, heldout, identity)
+        try:
+            complete = run.to_the_end()
+        except Diverged as error:
+            progress.message(f"train.py: error: {error}")
+            return 1
+        if complete:
+            run.show_sample()
+            progress.message(
+                report.closing(
+                    config, command, eval_loss=run.eval_loss, eval_bits_per_byte=run.bits_per_byte(run.eval_loss)
+                )
+            )
+    return 0
+
+
+def _restore_or_init(
+    program: Program, config: Config, mesh: Mesh, checkpoints: Checkpoints
+) -> tuple[TrainState, float]:
+    """The newest readable state or a fresh one, on the mesh, and the operations spent on it so far."""
+    key = jax.random.key(config.training.seed)
+    abstract = jax.eval_shape(program.init, key)
+    shardings = state_shardings(abstract, mesh)
+    target = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, shardings
+    )
+    restored = checkpoints.restore(target)
+    if restored is not None:
+        return restored.state, restored.metadata["flops"]
+    return jax.jit(program.init, out_shardings=shardings)(key), 0.0
+
+
+class _Pending(NamedTuple):
+    """A dispatched step whose metrics the host has not read."""
+
+    metrics: StepMetrics
+    dispatched: float
+    data_wait: float
+
+
+class _Interval:
+    """Sums between two reports."""
+
+    def __init__(self):
+        self.steps, self.seconds, self.data_wait, self.flops, self.documents = 0, 0.0, 0.0, 0.0, 0.0
+
+
+class _Run:
+    """A run in progress. `step` counts dispatched steps and is corrected when one turns out to have been skipped."""
+
+    def __init__(
+        self,
+        config: Config,
+        program: Program,
+        mesh: Mesh,
+        state: TrainState,
+        flops: float,
+        checkpoints: Checkpoints,
+        writer: MetricsWriter,
+        progress: Progress,
+        watchdog: Watchdog,
+        stop: StopSignal,
+        heldout: list[TokenDataset],
+        identity: list[list],
+    ):
+        self.config, self.program, self.mesh, self.state = config, program, mesh, state
+        self.checkpoints, self.writer, self.progress = checkpoints, writer, progress
+        self.watchdog, self.stop = watchdog, stop
+        self.step = int(state.step)
+        self.flops = flops
+        self._identity = identity
+        self.eval_loss: float | None = None
+        self._forward_flops = forward_flops(config.model)
+        peak = config.metrics.peak_tflops
+        self._peak = peak * 1e12 if peak else peak_flops_per_second(mesh.devices.flat[0].device_kind)
+        self._bytes_per_token = bytes_per_token(heldout)
+        self._has_heldout = any(len(dataset) for dataset in heldout)
+        self._pending: _Pending | None = None
+        self._interval = _Interval()
+        self._last_read = 0.0
+        self._eval_step = None
+        self._evaluated_steps = self._evaluations_on_file()
+
+    def to_the_end(self) -> bool:
+        """Makes the remaining steps with their evaluations and saves; whether the run is complete."""
+        # A run killed between a save and the evaluation of the same step makes up for it first.
+        if self.step and self.step % self.config.evaluation.every == 0:
+            self._evaluate()
+        if self.step < self.config.training.steps and not self.stop.requested:
+            self.progress.message(report.mfu_definition(self._peak))
+            self._make_steps()
+        self._read_pending()
+        if self.step:
+            self._save(wait=True)
+        if not self.stop.requested:
+            self._evaluate()
+        if self.stop.requested:
+            kept = f"the state is saved in {self.config.run_dir}" if self.step else "there is nothing to save yet"
+            self.progress.message(
+                f"Stopped by {self.stop.signal_name} after step {self.step:,}: {kept}; the same command goes on from there."
+            )
+        return not self.stop.requested
+
+    def bits_per_byte(self, loss: float | None) -> float | None:
+        return None if loss is None else report.bits_per_byte(loss, self._bytes_per_token)
+
+    # Steps
+
+    def _make_steps(self) -> None:
+        config = self.config
+        train_step = self._compile(jax.jit(self.program.train_step, donate_argnums=0), self.state)
+        batches = training_batches(
+            config.data,
+            batch_size=config.training.batch_size,
+            seed=config.training.seed,
+            start_sample=int(self.state.samples),
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        with contextlib.closing(batches):
+            while not self.stop.requested:
+                if self.step == config.training.steps:
+                    self._read_pending()
+                    if self.step == config.training.steps:
+                        return
+                self._dispatch(train_step, batches)
+                if self.step % config.checkpoint.every == 0 or self.step % config.evaluation.every == 0:
+                    self._read_pending()
+                    if self.step % config.checkpoint.every == 0:
+                        self._save()
+                    if self.step % config.evaluation.every == 0 and self.step < config.training.steps:
+                        self._evaluate()
+
+    def _dispatch(self, train_step, batches: Iterator) -> None:
+        """Starts the next step, then reads the metrics of the one before it, so that the device never waits."""
+        self.watchdog.at(f"waiting for data of step {self.step + 1}")
+        started = time.perf_counter()
+        batch = self._to_devices(next(batches))
+        dispatched = time.perf_counter()
+        self.watchdog.at(f"step {self.step + 1}")
+        self.state, metrics = train_step(self.state, batch)
+        self.step += 1
+        before, self._pending = self._pending, _Pending(metrics, dispatched, dispatched - started)
+        self._read(before)
+
+    def _read_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        self._read(pending)
+
+    def _read(self, pending: _Pending | None) -> None:
+        """Waits for a step's metrics, reports them, and takes note of a skipped step."""
+        if pending is None:
+            return
+        metrics = StepMetrics(*(x.item() for x in jax.device_get(pending.metrics)))
+        now = time.perf_counter()
+        batch = self.config.training.batch_size
+        rows = batch * self.config.data.sequence_length
+        flops = 3 * self._forward_flops.total(rows, rows, metrics.context_pairs, metrics.output_pairs)
+        self.flops += flops
+        interval = self._interval
+        interval.steps += 1
+        interval.seconds += now - max(self._last_read, pending.dispatched - pending.data_wait)
+        interval.data_wait += pending.data_wait
+        interval.flops += flops
+        interval.documents += metrics.documents / batch
+        self._last_read = now
+        loss = metrics.cross_entropy / max(metrics.weight, 1)
+        if metrics.skipped_in_a_row:
+            self._note_skipped(metrics, loss)
+            return
+        tokens_per_second = rows * interval.steps / interval.seconds
+        self.progress.update(metrics.step, loss=loss, tokens_per_second=tokens_per_second)
+        if metrics.step % self.config.metrics.every and metrics.step != self.config.training.steps:
+            return
+        peak = self._peak and self._peak * self.mesh.size
+        self.writer.write(
+            metrics.step,
+            {
+                "loss": loss,
+                "grad_norm": metrics.grad_norm,
+                "learning_rate": metrics.learning_rate,
+                "tokens": metrics.samples * self.config.data.sequence_length,
+                "tokens_per_second": tokens_per_second,
+                "step_seconds": interval.seconds / interval.steps,
+                "data_wait_seconds": interval.data_wait / interval.steps,
+                "mfu": interval.flops / interval.seconds / peak if peak else None,
+                "flops": self.flops,
+                "skipped_steps": metrics.skipped,
+                "documents_per_window": interval.documents / interval.steps,
+            },
+        )
+        self._interval = _Interval()
+
+    def _note_skipped(self, metrics: StepMetrics, loss: float) -> None:
+        self.step -= 1
+        cause = f"loss {loss:.4g}, gradient norm {metrics.grad_norm:.4g}"
+        self.progress.message(
+            f"Step {metrics.step + 1:,} skipped: {cause} ({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
+        )
+        if metrics.skipped_in_a_row >= self.config.training.max_skipped_steps:
+            newest = self.checkpoints.newest_step
+            kept = "no checkpoint was saved" if newest is None else f"the newest checkpoint is step {newest:,}"
+            raise Diverged(
+                f"step {metrics.step + 1:,} was not finite {metrics.skipped_in_a_row} times in a row ({cause}); {kept}. "
+                "Lower optimizer.learning_rate or look at the data"
+            )
+
+    # Evaluation, saving, sampling
+
+    def _evaluate(self) -> None:
+        """Evaluates the current step unless that was done already."""
+        if self.step in self._evaluated_steps or not self._has_heldout:
+            return
+        config = self.config
+        params = self.state.params if self.state.ema is None else self.state.ema
+        batch_size = config.training.batch_size // config.training.accumulation
+        if self._eval_step is None:
+            self._eval_step = self._compile(jax.jit(self.program.eval_step), params, batch_size)
+        batches = evaluation_batches(
+            config.data, batch_size=batch_size, process_index=jax.process_index(), process_count=jax.process_count()
+        )
+
+        def should_stop(number: int) -> bool:
+            self.watchdog.at(f"evaluation after step {self.step}, batch {number + 1}")
+            return self.stop.requested
+
+        with contextlib.closing(batches):
+            result = evaluate(self._eval_step, params, map(self._to_devices, batches), should_stop)
+        if result is None:
+            return
+        self.eval_loss = result.loss
+        bits = self.bits_per_byte(result.loss)
+        self.writer.write(self.step, {"eval_loss": result.loss, "eval_bits_per_byte": bits})
+        self._evaluated_steps[self.step] = result.loss
+        in_bits = "" if bits is None else f" ({bits:.3f} bits per byte)"
+        self.progress.message(f"Step {self.step:,}: held-out loss {result.loss:.4f}{in_bits}, {result.tokens:,} tokens")
+
+    def _evaluations_on_file(self) -> dict[int, float]:
+        path = Path(self.config.run_dir) / "metrics.jsonl"
+        lines = read_metrics(path) if path.exists() else []
+        found = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+        self.eval_loss = found.get(self.step)
+        return found
+
+    def _save(self, wait: bool = False) -> None:
+        self.watchdog.at(f"saving step {self.step}")
+        metadata = {"config": to_dict(self.config), "data": self._identity, "flops": self.flops}
+        self.checkpoints.save(self.step, self.state, metadata, wait=wait)
+
+    def show_sample(self) -> None:
+        """Prints how the model continues `evaluation.sample_prompt`."""
+        settings = self.config.evaluation
+        if not settings.sample_prompt:
+            return
+        self.watchdog.at("sampling")
+        tokenizer = dataset_tokenizer(self.config.data.paths[0])
+        (prompt,) = tokenizer.encode_batch([settings.sample_prompt])
+        if tokenizer.bos_id is not None:
+            prompt = np.concatenate([[tokenizer.bos_id], prompt])
+        params = self.state.params if self.state.ema is None else self.state.ema
+        copies = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        ids = sample_continuation(self.program.graph, params, prompt, settings.sample_tokens, copies=copies)
+        if tokenizer.eos_id in ids:
+            ids = ids[: list(ids).index(tokenizer.eos_id)]
+        self.progress.message(f"Sample:\n{settings.sample_prompt}{tokenizer.decode(ids)}\n")
+
+    # Devices
+
+    def _compile(self, function, state, batch_size: int | None = None):
+        """Compiles ahead of the first call, so that a long compilation is known as such."""
+        self.watchdog.at("compiling")
+        size = (batch_size or self.config.training.batch_size, self.config.data.sequence_length + 1)
+        rows = jax.ShapeDtypeStruct(size, np.int32, sharding=batch_sharding(self.mesh))
+        batch: Batch = {"tokens": rows, "segment_ids": rows}
+        return function.lower(state, batch).compile()
+
+    def _to_devices(self, batch: dict[str, np.ndarray]) -> Batch:
+        sharding = batch_sharding(self.mesh)
+        return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
