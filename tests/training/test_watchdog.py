@@ -33,7 +33,7 @@ def stuck_in_the_loader(release):
 
 def test_names_the_stage_and_shows_all_stacks(report):
     release = threading.Event()
-    thread = threading.Thread(target=stuck_in_the_loader, args=(release,))
+    thread = threading.Thread(target=stuck_in_the_loader, args=(release,), daemon=True)
     thread.start()
     with Watchdog(0.1, report) as watchdog:
         watchdog.at("waiting for data")
