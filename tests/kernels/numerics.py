@@ -1,8 +1,8 @@
 """The numerics rule of every attention backend, and the cases that all of them must get right.
 
 Inputs are bfloat16 values. The truth is the float64 reference; the yardstick is plain dense attention in
-jax.numpy with products in the inputs' type and a float32 softmax. RMS and maximum error of a backend, for values
-and for each gradient, may be at most twice the yardstick's plus 1e-5 of the largest true value.
+jax.numpy with products in the inputs' type and a float32 softmax. RMS and maximum error of a backend, for
+values and for each gradient, may be at most twice the yardstick's plus 1e-5 of the largest true value.
 """
 
 from dataclasses import dataclass

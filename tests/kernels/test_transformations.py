@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from pallas_kernels import dual_stream_attention, sliding_window_attention
 BACKENDS = ("xla",)
 
 
-def _compiled_step(num_keys, impl):
+def _compiled_step(num_keys, impl) -> Any:
     def loss(q_ctx, q_out, k, v, segment_ids):
         outputs = dual_stream_attention(q_ctx, q_out, k, v, window=128, segment_ids=segment_ids, impl=impl)
         return sum(jnp.sum(x.astype(jnp.float32)) for x in outputs)
@@ -31,7 +32,8 @@ def _compiled_step(num_keys, impl):
 @pytest.mark.parametrize("impl", BACKENDS)
 def test_memory_is_linear_in_length(impl):
     short, long = (_compiled_step(num_keys, impl) for num_keys in (4096, 8192))
-    assert long.memory_analysis().temp_size_in_bytes <= 2.2 * short.memory_analysis().temp_size_in_bytes
+    short_bytes, long_bytes = (step.memory_analysis().temp_size_in_bytes for step in (short, long))
+    assert long_bytes <= 2.2 * short_bytes
     shapes = re.findall(r"\w\[([\d,]+)\]", long.as_text())
     largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
     assert largest <= 8192 * 2 * 16, "an array larger than the queries"
@@ -59,20 +61,17 @@ def test_shard_map_over_batch_and_heads(impl, check_vma):
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
 
-    @partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(heads, heads, heads, heads, rows),
-        out_specs=heads,
-        check_vma=check_vma,
-    )
-    def sharded(q_ctx, q_out, k, v, segment_ids):
+    def attention(q_ctx, q_out, k, v, segment_ids):
         return dual_stream_attention(
             q_ctx, q_out, k, v, window=case.window, segment_ids=segment_ids, impl=impl
         )
 
+    sharded = jax.shard_map(
+        attention, mesh=mesh, in_specs=(*[heads] * 4, rows), out_specs=heads, check_vma=check_vma
+    )
     single = run(partial(dual_stream_attention, impl=impl, **case.mask), case, jnp.float32)
-    split = run(lambda *arrays: sharded(*arrays, jnp.asarray(case.segment_ids)), case, jnp.float32)
+    segment_ids = jnp.asarray(case.segment_ids)
+    split = run(lambda q, p, k, v: sharded(q, p, k, v, segment_ids), case, jnp.float32)
     for name in NAMES:
         np.testing.assert_allclose(split[name], single[name], atol=2e-6, err_msg=name)
 
