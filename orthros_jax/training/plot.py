@@ -42,7 +42,7 @@ def draw(runs: list[str], output: str | os.PathLike) -> list[str]:
     Raises:
       UserError: as in `main`.
     """
-    lines_by_run = {run: _read_run(run) for run in dict.fromkeys(runs)}
+    lines_by_run = {run: _read_run(run) for run in runs}
     labels = dict(zip(lines_by_run, _labels(list(lines_by_run)), strict=True))
     plt = _import_pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
