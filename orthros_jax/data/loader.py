@@ -6,7 +6,7 @@ exactly with another batch size or another number of hosts.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import grain
@@ -66,7 +66,7 @@ def training_batches(
     start_sample: int = 0,
     process_index: int = 0,
     process_count: int = 1,
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Iterates this host's rows of each global batch, without end.
 
     Step s covers samples start_sample + s B to start_sample + (s + 1) B of the global sequence; host p of P
@@ -99,7 +99,7 @@ def training_batches(
 
 def evaluation_batches(
     data: DataConfig, *, batch_size: int, process_index: int = 0, process_count: int = 1
-) -> Iterator[Batch]:
+) -> Generator[Batch]:
     """Iterates this host's rows of the held-out split: every window once, in order.
 
     Every host gets ceil(windows / B) batches; rows past the end are padding, with segment id 0. No held-out
@@ -194,7 +194,7 @@ class _HostBatches:
         return {"tokens": tokens, "segment_ids": segment_ids}
 
 
-def _read(batches: _HostBatches, prefetch: int) -> Iterator[Batch]:
+def _read(batches: _HostBatches, prefetch: int) -> Generator[Batch]:
     if not len(batches):
         return
     options = grain.ReadOptions(num_threads=min(READ_THREADS, prefetch), prefetch_buffer_size=prefetch)

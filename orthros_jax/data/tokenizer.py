@@ -54,7 +54,11 @@ class Tokenizer(Protocol):
 
 def clean_text(text: str) -> str:
     """Replaces each lone surrogate, which UTF-8 cannot hold, by U+FFFD."""
-    return _SURROGATE.sub("\ufffd", text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _SURROGATE.sub("\ufffd", text)
+    return text
 
 
 class ByteTokenizer:

@@ -8,8 +8,10 @@ import pytest
 
 @pytest.fixture
 def write_dataset(tmp_path):
-    """Returns write(name, train, heldout, ...) -> folder; a split is a list of shards, a shard a list of documents,
-    a document a list of token ids."""
+    """Returns write(name, train, heldout, ...) -> folder.
+
+    A split is a list of shards, a shard a list of documents, a document a list of token ids.
+    """
 
     def write(name, train, heldout=(), dtype="<u2", vocab_size=60000, fingerprint="f"):
         folder = tmp_path / name
@@ -22,7 +24,9 @@ def write_dataset(tmp_path):
                 tokens = np.concatenate(documents).astype(dtype)
                 tokens.tofile(folder / f"{stem}.tokens")
                 np.cumsum([len(d) for d in documents]).astype("<i8").tofile(folder / f"{stem}.offsets")
-                described.append({"name": stem, "tokens": len(tokens), "documents": len(documents), "text_bytes": 0})
+                described.append(
+                    {"name": stem, "tokens": len(tokens), "documents": len(documents), "text_bytes": 0}
+                )
             splits[split] = {
                 "tokens": sum(s["tokens"] for s in described),
                 "documents": sum(s["documents"] for s in described),
@@ -47,4 +51,3 @@ def write_dataset(tmp_path):
         return folder
 
     return write
-

@@ -1,12 +1,14 @@
 """Documents for the tests of windows and their order."""
 
+import itertools
+
 import numpy as np
 
 
 def numbered_documents(lengths, first=0):
-    """Documents of the given lengths whose tokens are first, first + 1, ...: each token tells its own position."""
+    """Documents of the given lengths; their tokens are first, first + 1, ..., so each tells its position."""
     bounds = np.cumsum([first, *lengths])
-    return [list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
 
 
 def into_shards(documents, count):

@@ -165,7 +165,8 @@ def test_index_of_another_version(write_dataset):
     with pytest.raises(UserError) as error:
         TokenDataset(folder, "train", 4)
     assert str(error.value) == (
-        f"{folder}/index.json: format orthros-tokens version 2, but this program reads orthros-tokens version 1; "
+        f"{folder}/index.json: format orthros-tokens version 2, but this program reads orthros-tokens "
+        "version 1; "
         "prepare the data set again"
     )
 
@@ -186,7 +187,8 @@ def test_truncated_shard(suffix, write_dataset):
     with pytest.raises(UserError) as error:
         TokenDataset(folder, "train", 4)
     assert str(error.value) == (
-        f"{file}: {size - 1} bytes, but the index says {size}; copy the data set again, or delete it and prepare "
+        f"{file}: {size - 1} bytes, but the index says {size}; copy the data set again, or delete it and "
+        "prepare "
         "it again"
     )
 

@@ -93,12 +93,7 @@ def test_resuming_at_any_sample_with_any_batch_and_hosts(batch_size, hosts, fold
             )
             for host in range(hosts)
         ]
-        rows = [
-            first
-            for step in range(2)
-            for batches in hosts_batches
-            for first in firsts(next(batches))
-        ]
+        rows = [first for step in range(2) for batches in hosts_batches for first in firsts(next(batches))]
         for batches in hosts_batches:
             batches.close()
         assert rows == whole[start : start + 2 * batch_size]
@@ -106,7 +101,10 @@ def test_resuming_at_any_sample_with_any_batch_and_hosts(batch_size, hosts, fold
 
 def test_more_hosts_than_files(write_dataset):
     folder = write_dataset("one", [numbered_documents([41], first=1)])
-    hosts = [training_batches(settings(folder), batch_size=3, seed=0, process_index=i, process_count=3) for i in range(3)]
+    hosts = [
+        training_batches(settings(folder), batch_size=3, seed=0, process_index=i, process_count=3)
+        for i in range(3)
+    ]
     rows = [take(host, 10) for host in hosts]
     assert all(len(host) == 10 for host in rows)
     in_order = [first for step in zip(*rows, strict=True) for first in step]
@@ -153,7 +151,10 @@ def test_mixture_resumes(two_folders):
     data = settings(*two_folders, weights=[2.0, 1.0])
     whole = sequence(data, 80)
     for start in (0, 1, 33, 34, 60):
-        assert take(training_batches(data, batch_size=4, seed=0, start_sample=start), 5) == whole[start : start + 20]
+        assert (
+            take(training_batches(data, batch_size=4, seed=0, start_sample=start), 5)
+            == whole[start : start + 20]
+        )
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
@@ -240,7 +241,8 @@ def test_vocabulary_larger_than_the_model(write_dataset):
     with pytest.raises(UserError) as error:
         check_vocabulary(datasets, 299)
     assert str(error.value) == (
-        f"{folder}: tokenizer hand has 300 entries, more than model.vocab_size 299; set model.vocab_size to at "
+        f"{folder}: tokenizer hand has 300 entries, more than model.vocab_size 299; set model.vocab_size to "
+        "at "
         "least 300, or prepare the data with a smaller tokenizer"
     )
 
@@ -250,5 +252,6 @@ def test_sets_of_different_tokenizers(write_dataset):
     with pytest.raises(UserError) as error:
         check_vocabulary(open_datasets(settings(one, two), "train"), 60000)
     assert str(error.value) == (
-        f"{two}: made with tokenizer hand, but {one} with another one, hand; prepare both with the same tokenizer"
+        f"{two}: made with tokenizer hand, but {one} with another one, hand; prepare both with the same "
+        "tokenizer"
     )

@@ -69,7 +69,11 @@ def corpus(tmp_path):
 
 
 def texts_of(corpus):
-    return [json.loads(line)["text"] for path in sorted(corpus.iterdir()) for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)["text"]
+        for path in sorted(corpus.iterdir())
+        for line in path.read_text().splitlines()
+    ]
 
 
 def test_documents_in_order(corpus, tmp_path):
@@ -96,7 +100,9 @@ def test_documents_in_order(corpus, tmp_path):
 @pytest.mark.parametrize("eos", [True, False])
 def test_bos_and_eos_exactly_once(bos, eos, tokenizer, tmp_path):
     texts = ["a", "b", "", "<|bos|> and <|eos|>", "longer text " * 9]
-    index = run([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "set", tokenizer=tokenizer, bos=bos, eos=eos)
+    index = run(
+        [write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "set", tokenizer=tokenizer, bos=bos, eos=eos
+    )
     made = dataset_tokenizer(tmp_path / "set")
     found = documents(tmp_path / "set")
     assert [made.decode(ids) for ids in found] == [text for text in texts if text]
@@ -194,7 +200,13 @@ def test_small_text_files_share_a_part():
         return InputFile(name, size, "")
 
     half = parts.PART_BYTES // 2
-    files = [file("a.txt", half), file("b.txt", half), file("c.txt", 1), file("d.jsonl", 1), file("e.jsonl", 1)]
+    files = [
+        file("a.txt", half),
+        file("b.txt", half),
+        file("c.txt", 1),
+        file("d.jsonl", 1),
+        file("e.jsonl", 1),
+    ]
     files += [file("f.txt", 1), file("g.txt", 3 * half), file("h.txt", 0), file("i.parquet", 9)]
     groups = [[f.path[0] for f in group] for group in parts.group_files(files)]
     assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"], ["g"], ["h"], ["i"]]
@@ -224,7 +236,8 @@ def test_running_again_changes_nothing(corpus, tmp_path):
 
 
 REFUSAL = (
-    "{output}: holds a data set prepared differently ({what}); choose another output, repeat the earlier arguments, "
+    "{output}: holds a data set prepared differently ({what}); choose another output, repeat the earlier "
+    "arguments, "
     "or delete the folder to prepare it anew"
 )
 
@@ -258,7 +271,10 @@ def test_a_set_made_with_other_flags_is_refused(changes, what, corpus, tmp_path)
     [
         (lambda corpus: (corpus / "1.jsonl").write_text('{"text": "new"}'), "changed input {corpus}/1.jsonl"),
         (lambda corpus: (corpus / "1.jsonl").unlink(), "missing input {corpus}/1.jsonl"),
-        (lambda corpus: [(corpus / f"{n}.txt").write_text("x") for n in "ab"], "new input {corpus}/a.txt and 1 more"),
+        (
+            lambda corpus: [(corpus / f"{n}.txt").write_text("x") for n in "ab"],
+            "new input {corpus}/a.txt and 1 more",
+        ),
     ],
 )
 def test_other_inputs_are_refused(change, what, corpus, tmp_path):
@@ -387,7 +403,7 @@ class FullDisk:
 @pytest.mark.parametrize("name", ["train-00003.tokens", "manifest.json", "index.json"])
 def test_full_disk(name, corpus, tmp_path, monkeypatch):
     def open_full(path, mode):
-        stream = open(path, mode)
+        stream = open(path, mode)  # noqa: SIM115
         return FullDisk(stream) if Path(path).name.startswith(name) else stream
 
     run([corpus], tmp_path / "whole")
@@ -420,7 +436,8 @@ def test_corpus_without_text(tmp_path):
     with pytest.raises(UserError) as error:
         run([tmp_path / "a.jsonl"], tmp_path / "set")
     assert str(error.value) == (
-        f"{tmp_path}/set: the inputs hold no training text (skipped: 1 empty, 1 null, 2 whitespace; held out: 0 "
+        f"{tmp_path}/set: the inputs hold no training text (skipped: 1 empty, 1 null, 2 whitespace; held "
+        "out: 0 "
         "documents); check the files and --text_field"
     )
     assert not (tmp_path / "set").exists()
@@ -428,7 +445,9 @@ def test_corpus_without_text(tmp_path):
 
 def test_corpus_of_empty_files(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"no training text \(skipped: no rows at all; held out: 0 documents\)"):
+    with pytest.raises(
+        UserError, match=r"no training text \(skipped: no rows at all; held out: 0 documents\)"
+    ):
         run([tmp_path / "a.jsonl"], tmp_path / "set")
 
 
@@ -450,7 +469,9 @@ def test_tokenizer_of_a_set_must_be_the_original(corpus, tmp_path):
     run([corpus], tmp_path / "set", tokenizer="train:300")
     file = tmp_path / "set" / "tokenizer.json"
     file.write_bytes(file.read_bytes() + b"\n")
-    with pytest.raises(UserError, match="not the tokenizer that the data set was made with; put the original back"):
+    with pytest.raises(
+        UserError, match="not the tokenizer that the data set was made with; put the original back"
+    ):
         dataset_tokenizer(tmp_path / "set")
     file.unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json: missing; copy the tokenizer\.json"):
@@ -481,7 +502,8 @@ def test_command(corpus, tmp_path, capsys):
         ),
         (
             ["--input", "{tmp}/a.txt", "--tokenizer", "{tmp}/words.json"],
-            "{tmp}/words.json: this tokenizer names no BOS token; give its spelling with --bos_token, or do without "
+            "{tmp}/words.json: this tokenizer names no BOS token; give its spelling with --bos_token, or do "
+            "without "
             "with --no_bos",
         ),
     ],

@@ -61,7 +61,9 @@ def test_parquet_shards_with_other_columns(tmp_path):
     """Shards that differ in every other column, one of them unreadable as a table together with the rest."""
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "0.parquet")
     pq.write_table(pa.table({"meta": [{"url": "u", "n": 1}], "text": ["b"]}), tmp_path / "1.parquet")
-    pq.write_table(pa.table({"text": pa.array(["c"], pa.large_string()), "meta": [7]}), tmp_path / "2.parquet")
+    pq.write_table(
+        pa.table({"text": pa.array(["c"], pa.large_string()), "meta": [7]}), tmp_path / "2.parquet"
+    )
     assert [read(path) for path in paths(tmp_path)] == [["a"], ["b"], ["c"]]
 
 
@@ -94,13 +96,17 @@ def test_truncated_parquet_names_the_file(keep, tmp_path):
 def test_parquet_damaged_inside(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [random.Random(i).randbytes(100).hex() for i in range(1000)]
-    pq.write_table(pa.table({"text": rows}), path, row_group_size=100, use_dictionary=False, write_page_checksum=True)
+    pq.write_table(
+        pa.table({"text": rows}), path, row_group_size=100, use_dictionary=False, write_page_checksum=True
+    )
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     content[middle : middle + 2000] = bytes(2000)
     path.write_bytes(content)
     documents = read_documents(str(path), "text")
-    with pytest.raises(CorruptFileError, match=r"a\.parquet: truncated or damaged parquet file, after row \d00: "):
+    with pytest.raises(
+        CorruptFileError, match=r"a\.parquet: truncated or damaged parquet file, after row \d00: "
+    ):
         list(documents)
 
 
@@ -169,7 +175,8 @@ def test_zstandard_cut_between_lines(tmp_path):
     with pytest.raises(CorruptFileError) as error:
         read(tmp_path / "a.jsonl.zst")
     assert str(error.value) == (
-        f"{tmp_path}/a.jsonl.zst: truncated or damaged after line 1: the compressed data ends in the middle of a "
+        f"{tmp_path}/a.jsonl.zst: truncated or damaged after line 1: the compressed data ends in the middle "
+        "of a "
         "frame; fetch it again, or leave such files out with --skip_corrupt"
     )
 
@@ -180,7 +187,10 @@ def test_zstandard_cut_between_lines(tmp_path):
         (b'{"text": "b"', "line 2 is not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)"),
         (b'{"text": "\xff"}', "line 2 is not UTF-8 text: invalid start byte"),
         (b'["b"]', "line 2 holds a list, not a JSON object"),
-        (b'{"id": 1, "body": "b"}', "line 2 has no key 'text', only id, body; name the text with --text_field"),
+        (
+            b'{"id": 1, "body": "b"}',
+            "line 2 has no key 'text', only id, body; name the text with --text_field",
+        ),
         (b'{"text": 5}', "line 2: 'text' is a int, not text"),
     ],
 )
@@ -195,8 +205,7 @@ def test_broken_jsonl_lines(line, message, tmp_path):
 
 def test_text_files(tmp_path):
     (tmp_path / "a.txt").write_bytes("\ufeffline\r\nlínea\n".encode())
-    with gzip.open(tmp_path / "b.md.gz", "wb") as stream:
-        stream.write(b"zipped")
+    (tmp_path / "b.md.gz").write_bytes(gzip.compress(b"zipped"))
     assert read(tmp_path / "a.txt") == ["line\r\nlínea\n"]
     assert read(tmp_path / "b.md.gz") == ["zipped"]
 
@@ -209,7 +218,10 @@ def test_text_that_is_not_utf8(tmp_path):
 
 
 def test_kinds():
-    kinds = {name: file_kind(name) for name in ("x/a.PARQUET", "a.b.jsonl.zst", "a.txt.gz", "a.gz", "a.bin", "README")}
+    kinds = {
+        name: file_kind(name)
+        for name in ("x/a.PARQUET", "a.b.jsonl.zst", "a.txt.gz", "a.gz", "a.bin", "README")
+    }
     assert list(kinds.values()) == ["parquet", "jsonl", "text", None, None, None]
 
 
@@ -264,7 +276,8 @@ def test_urls():
         ("*.txt", "no file matches this pattern"),
         (
             "empty",
-            "no readable file in this folder; readable are .parquet, JSON lines (.jsonl, .json, .ndjson) and text "
+            "no readable file in this folder; readable are .parquet, JSON lines (.jsonl, .json, .ndjson) and "
+            "text "
             "(.txt, .md, .py, ...), the latter two also with .gz or .zst",
         ),
         (

@@ -34,7 +34,15 @@ def test_the_real_library():
     assert 250_000 < heldout < 400_000
     assert train > 5_000_000
     parts = {part for file in files for part in Path(file.path).parts[-3:]}
-    assert not parts & {"test", "tests", "idle_test", "site-packages", "encodings", "topics.py", "entities.py"}
+    assert not parts & {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "encodings",
+        "topics.py",
+        "entities.py",
+    }
     assert {Path(file.path).parts[-2] for file in files if file.split == "heldout"} == HELDOUT_FOLDERS
 
 
@@ -101,6 +109,7 @@ def test_too_little_source(tmp_path):
     with pytest.raises(UserError) as error:
         stdlib_files(tmp_path)
     assert str(error.value) == (
-        f"python-stdlib: only 0.0 MB of Python source under {tmp_path}, at least 5.0 MB are needed; use a full "
+        f"python-stdlib: only 0.0 MB of Python source under {tmp_path}, at least 5.0 MB are needed; use a "
+        "full "
         "Python installation (on Debian: apt install python3-full), or name your own text files as the source"
     )

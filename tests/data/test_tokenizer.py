@@ -23,7 +23,11 @@ from orthros_jax.data.tokenizer import (
 from orthros_jax.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-TEXTS = ["the cat sat on the mat, and the dog ate the cat's hat " * 3, "naïve café 🦊🦊", "def f(x):\n\treturn x\n"]
+TEXTS = [
+    "the cat sat on the mat, and the dog ate the cat's hat " * 3,
+    "naïve café 🦊🦊",
+    "def f(x):\n\treturn x\n",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,8 @@ def tokenizer(request, trained):
 
 
 @pytest.mark.parametrize(
-    "text", [*TEXTS, "", " ", "\x00\x01", "👩‍👩‍👧 \U0010ffff", "a" * 1000 + "\n\n\n", "<|bos|>x<|eos|>", "日本語"]
+    "text",
+    [*TEXTS, "", " ", "\x00\x01", "👩‍👩‍👧 \U0010ffff", "a" * 1000 + "\n\n\n", "<|bos|>x<|eos|>", "日本語"],
 )
 def test_round_trip(tokenizer, text):
     (ids,) = tokenizer.encode_batch([text])
@@ -85,7 +90,9 @@ def test_training_is_deterministic_across_processes(trained):
         "from orthros_jax.data.tokenizer import train_bpe;"
         f"print(hashlib.sha256(train_bpe({TEXTS!r} * 4, 300)).hexdigest())"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert found.stdout.strip() == hashlib.sha256(trained).hexdigest()
 
 
@@ -158,7 +165,8 @@ def test_missing_tokenizer(tmp_path):
     with pytest.raises(UserError) as error:
         read_tokenizer(f"{tmp_path}/none.json")
     assert str(error.value) == (
-        f"{tmp_path}/none.json: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a new one"
+        f"{tmp_path}/none.json: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a "
+        "new one"
     )
 
 
