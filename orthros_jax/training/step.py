@@ -136,7 +136,7 @@ def make_program(config: Config, schedule_steps: int) -> Program:
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         gradients, (entropy, weight, context_pairs, output_pairs, documents) = sums_and_gradients(state.params, batch)
         gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1), gradients)
-        grad_norm = optax.global_norm(gradients)
+        grad_norm = optax.tree.norm(gradients)
         is_finite = jnp.isfinite(entropy) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
