@@ -44,16 +44,17 @@ def attention(
     del segment_ids
     # Each stream's call returns rounded dk and dv: the casts make their sum over the streams a float32 one.
     wide_k, wide_v = k.astype(jnp.float32), v.astype(jnp.float32)
-    outputs = (
-        jax.nn.dot_product_attention(
+    outputs = []
+    for stream in streams:
+        window = None if stream.window is None or stream.window >= k.shape[1] else stream.window
+        out = jax.nn.dot_product_attention(
             stream.q,
             wide_k.astype(k.dtype),
             wide_v.astype(v.dtype),
             scale=scale,
             is_causal=True,
-            local_window_size=None if stream.window is None else (stream.window - 1, 0),
+            local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
-        for stream in streams
-    )
-    return tuple(checkpoint_name(out, "attention_output") for out in outputs)
+        outputs.append(checkpoint_name(out, "attention_output"))
+    return tuple(outputs)
