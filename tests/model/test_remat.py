@@ -1,0 +1,59 @@
+"""Rematerialisation changes what is kept, not what is computed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from orthros_jax import streams
+from orthros_jax.loss import cross_entropy
+
+from .small import fast_jit, graph_of, random_params, small_config
+
+T = 64
+
+
+@functools.cache
+def _loss_and_gradient(remat):
+    """Loss, gradient and operations, counted by the compiler, of a model whose cost is attention."""
+    config = small_config(
+        remat=remat, num_layers=2, model_dim=16, num_heads=8, num_kv_heads=8, head_dim=64, window=16
+    )
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, T + 1))
+    layout, targets = streams.pretraining(jnp.asarray(tokens, jnp.int32))
+
+    def loss(params):
+        model = nnx.merge(graph_of(config), params)
+        return cross_entropy(model(layout), model.head_kernel(), targets).objective
+
+    params = random_params(config)
+    compiled = fast_jit(jax.value_and_grad(loss)).lower(params).compile()
+    value, gradient = compiled(params)
+    cost = compiled.cost_analysis()
+    assert cost is not None
+    return value, gradient, cost["flops"]
+
+
+@pytest.mark.parametrize("remat", ["save_dots", "save_attention", "full"])
+def test_every_policy_gives_the_same_loss_and_gradient(remat):
+    value, gradient, _ = _loss_and_gradient(remat)
+    expected, expected_gradient, _ = _loss_and_gradient("none")
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient, expected_gradient
+    )
+
+
+def test_only_full_rematerialisation_runs_attention_again():
+    """Products of a T x T block: two for one stream's forward pass; three streams in two layers."""
+    none, dots, attention, full = (
+        _loss_and_gradient(remat)[2] for remat in ("none", "save_dots", "save_attention", "full")
+    )
+    forward = 3 * 4 * 8 * 64 * T * T
+    projections = 0.15 * forward
+    assert full - attention == pytest.approx(forward, rel=0.1)
+    assert none <= dots < none + projections
+    assert dots < attention < none + 3 * projections
