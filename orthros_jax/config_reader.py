@@ -100,7 +100,9 @@ def load_config(path: str | Path) -> Config:
 
 def save_config(config: Config, path: str | Path) -> None:
     """Writes all settings as YAML; `load_config` gives an equal Config."""
-    Path(path).write_text(_dump(config), encoding="utf-8")
+    beside = Path(f"{path}.tmp")
+    beside.write_text(_dump(config), encoding="utf-8")
+    beside.replace(path)
 
 
 def _split_arguments(argv: Sequence[str]) -> tuple[list[str], dict[str, _Setting], set[str]]:

@@ -34,6 +34,8 @@ def evaluate(
         if should_stop(number):
             return None
         sums.append(eval_step(params, batch))
+        # The device is kept one batch ahead and no more, so that a stop is obeyed within a batch.
+        jax.block_until_ready(sums[-2:-1])
     if not sums:
         return None
     # Added up in float64: float32 sums of a large split would lose whole batches.

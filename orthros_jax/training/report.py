@@ -62,10 +62,11 @@ def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
     return None if not bytes_per_token else loss / math.log(2) / bytes_per_token
 
 
-def closing(config: Config, command: str, *, eval_loss: float | None, eval_bits_per_byte: float | None) -> str:
-    """Result, and the commands that lead on."""
-    steps = config.training.steps
-    lines = [f"Complete: {steps:,} steps in {config.run_dir}."]
+def closing(
+    run_dir: str, command: str, *, steps: int, eval_loss: float | None, eval_bits_per_byte: float | None
+) -> str:
+    """Result, and the commands that lead on. A run that was once asked for more has more `steps` than it asks for now."""
+    lines = [f"Complete: {steps:,} steps in {run_dir}."]
     if eval_loss is not None:
         bits = "" if eval_bits_per_byte is None else f", {eval_bits_per_byte:.3f} bits per byte"
         lines.append(f"Held-out loss {eval_loss:.4f} nats per token{bits}.")
@@ -74,6 +75,6 @@ def closing(config: Config, command: str, *, eval_loss: float | None, eval_bits_
         f"  go on      {command} --training.steps {2 * steps}",
         f"             (from step {steps:,}; the learning rate stays at its final value once its schedule has ended)",
         "  anew       give another --run_dir, with --training.steps for a longer schedule",
-        f"  plot       python -m orthros_jax plot {config.run_dir}",
+        f"  plot       python -m orthros_jax plot {run_dir}",
     ]
     return "\n".join(lines)

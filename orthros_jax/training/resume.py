@@ -17,14 +17,13 @@ def data_identity(datasets: Sequence[TokenDataset]) -> list[list]:
     return [[d.fingerprint, d.tokens, d.documents, d.text_bytes] for d in datasets]
 
 
-def keep_from_first_start(config: Config, identity: list[list], saved: dict | None) -> Config:
+def keep_from_first_start(config: Config, saved: dict | None) -> Config:
     """The settings of this start, with the schedule's length of the first.
 
     A schedule that follows `training.steps` would stretch when a run is asked for more steps, and the learning rate would
     jump; so its length is settled at the first start and kept.
 
     Args:
-      identity: `data_identity` of the training data.
       saved: metadata of the newest checkpoint, with "config" and "data", or None for a new run.
 
     Raises:
@@ -36,15 +35,23 @@ def keep_from_first_start(config: Config, identity: list[list], saved: dict | No
             optimizer = dataclasses.replace(optimizer, schedule_steps=config.training.steps)
         return dataclasses.replace(config, optimizer=optimizer)
     _check_unchanged(to_dict(config), saved["config"], config.run_dir)
-    if identity != saved["data"]:
-        raise ConfigError(
-            "data.paths",
-            f"holds other data than the run in {config.run_dir} was started with; give it the same data sets in the same "
-            "order, or start a new run with another run_dir",
-        )
     if optimizer.schedule_steps is None:
         optimizer = dataclasses.replace(optimizer, schedule_steps=saved["config"]["optimizer"]["schedule_steps"])
     return dataclasses.replace(config, optimizer=optimizer)
+
+
+def check_same_data(identity: list[list], saved: dict | None, run_dir: str) -> None:
+    """Compares `data_identity` of the training data with that of the first start.
+
+    Raises:
+      ConfigError: it is other data.
+    """
+    if saved is not None and identity != saved["data"]:
+        raise ConfigError(
+            "data.paths",
+            f"holds other data than the run in {run_dir} was started with; give it the same data sets in the same "
+            "order, or start a new run with another run_dir",
+        )
 
 
 def changed_settings(config: Config, saved: dict) -> list[str]:

@@ -1,6 +1,8 @@
 """The one training loop: start or resume, step, report, evaluate, save, stop."""
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from orthros_jax.config import Config, to_dict
+from orthros_jax.config import Config, ConfigError, to_dict
 from orthros_jax.config_reader import save_config
-from orthros_jax.data.dataset import TokenDataset, dataset_tokenizer
+from orthros_jax.data.dataset import TokenDataset, dataset_tokenizer, read_index
 from orthros_jax.data.loader import (
     bytes_per_token,
     check_vocabulary,
@@ -22,6 +24,8 @@ from orthros_jax.data.loader import (
     training_batches,
 )
 from orthros_jax.data.prepare import prepare_if_missing
+from orthros_jax.data.storage import DISK_FULL
+from orthros_jax.errors import UserError
 from orthros_jax.inference.sample import sample_continuation
 from orthros_jax.model.flops import forward_flops
 from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, state_shardings
@@ -31,7 +35,12 @@ from orthros_jax.training.evaluation import evaluate
 from orthros_jax.training.interrupt import StopSignal
 from orthros_jax.training.metrics import MetricsWriter, peak_flops_per_second, read_metrics
 from orthros_jax.training.progress import Progress
-from orthros_jax.training.resume import changed_settings, data_identity, keep_from_first_start
+from orthros_jax.training.resume import (
+    changed_settings,
+    check_same_data,
+    data_identity,
+    keep_from_first_start,
+)
 from orthros_jax.training.step import Batch, Program, StepMetrics, TrainState, make_program
 from orthros_jax.training.watchdog import Watchdog
 
@@ -53,18 +62,22 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
     Raises:
       UserError: settings, data or disk need the user.
     """
-    prepare_if_missing(config.data)
+    # What can be found wrong without the data is found before they are prepared, which can take hours.
+    _check_run_dir(Path(config.run_dir))
     checkpoint_dir = Path(config.run_dir) / "checkpoints"
     newest = read_metadata(checkpoint_dir)
     saved = newest[1] if newest else None
+    config = keep_from_first_start(config, saved)
+    mesh = build_mesh(config.mesh)
+    check_divisible(config, mesh)
+    prepare_if_missing(config.data)
     datasets, heldout = open_datasets(config.data, "train"), open_datasets(config.data, "heldout")
     check_vocabulary(datasets, config.model.vocab_size)
     identity = data_identity(datasets)
-    config = keep_from_first_start(config, identity, saved)
-    mesh = build_mesh(config.mesh)
-    check_divisible(config, mesh)
+    check_same_data(identity, saved, config.run_dir)
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_disk_full_explained(config.run_dir))
         stop = stack.enter_context(StopSignal())
         watchdog = stack.enter_context(Watchdog(config.training.watchdog_seconds))
         stack.enter_context(jax.set_mesh(mesh))
@@ -95,16 +108,44 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
         try:
             complete = run.to_the_end()
         except Diverged as error:
-            progress.message(f"train.py: error: {error}")
+            if jax.process_index() == 0:
+                print(f"train.py: error: {error}", file=sys.stderr, flush=True)
             return 1
         if complete:
             run.show_sample()
             progress.message(
                 report.closing(
-                    config, command, eval_loss=run.eval_loss, eval_bits_per_byte=run.bits_per_byte(run.eval_loss)
+                    config.run_dir,
+                    command,
+                    steps=run.step,
+                    eval_loss=run.eval_loss,
+                    eval_bits_per_byte=run.bits_per_byte(run.eval_loss),
                 )
             )
     return 0
+
+
+def _check_run_dir(run_dir: Path) -> None:
+    """Whether it is or can become a folder to write in; nothing is created yet."""
+    existing = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError("run_dir", f"{existing} is a file; name a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError("run_dir", f"{existing} cannot be written; name another folder")
+
+
+@contextlib.contextmanager
+def _disk_full_explained(run_dir: str) -> Iterator[None]:
+    """What is written besides checkpoints, which explain a full disk themselves, can find it full as well."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        raise UserError(
+            f"{run_dir}: no space left on the disk; free some and run the same command again, it continues from the "
+            "newest checkpoint"
+        ) from error
 
 
 def _restore_or_init(
@@ -291,6 +332,7 @@ class _Run:
             f"Step {metrics.step + 1:,} skipped: {cause} ({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
         )
         if metrics.skipped_in_a_row >= self.config.training.max_skipped_steps:
+            self.checkpoints.wait()
             newest = self.checkpoints.newest_step
             kept = "no checkpoint was saved" if newest is None else f"the newest checkpoint is step {newest:,}"
             raise Diverged(
@@ -331,6 +373,8 @@ class _Run:
     def _evaluations_on_file(self) -> dict[int, float]:
         path = Path(self.config.run_dir) / "metrics.jsonl"
         lines = read_metrics(path) if path.exists() else []
+        # Process 0 may not have dropped the later lines yet when another process reads them.
+        lines = [line for line in lines if line["step"] <= self.step]
         found = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
         self.eval_loss = found.get(self.step)
         return found
@@ -348,7 +392,7 @@ class _Run:
         self.watchdog.at("sampling")
         tokenizer = dataset_tokenizer(self.config.data.paths[0])
         (prompt,) = tokenizer.encode_batch([settings.sample_prompt])
-        if tokenizer.bos_id is not None:
+        if read_index(self.config.data.paths[0])["bos"]:
             prompt = np.concatenate([[tokenizer.bos_id], prompt])
         params = self.state.params if self.state.ema is None else self.state.ema
         copies = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
