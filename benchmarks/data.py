@@ -1,10 +1,10 @@
 """Speed of preparing and of reading data: python -m benchmarks.data [--cores 2].
 
-A BPE of 32,000 entries is trained on the Python standard library. `source code` encodes that corpus; `prose`
-encodes its English: docstrings and the language reference that pydoc ships. `prepare` is `source code` from
+A BPE of 32,000 entries is trained on the Python standard library. `source code` encodes that corpus, `prose`
+its English: docstrings and the language reference that pydoc ships. `prepare` is `source code` from
 parquet to shards, split and all. `read` takes shuffled batches of 8 windows of 2049 tokens through the loader.
-Each number is the median of several runs; the machine may be shared, so the load average and the processor time
-are recorded too.
+Each number is the median of several runs. The machine may be shared, so the load average and the rate per
+second of processor time are recorded too.
 """
 
 import argparse
@@ -140,7 +140,8 @@ def report(rates: dict[str, list[Rate]], cores: int) -> None:
         target = f"  (target {TARGETS[name] / 1e6:.1f})" if name in TARGETS else ""
         print(
             f"{name:12s} {found['median'] / 1e6:7.2f} M tokens/s, {found['lowest'] / 1e6:.2f} to "
-            f"{found['highest'] / 1e6:.2f}, {found['per_processor_second'] / 1e6:.2f} per processor second{target}"
+            f"{found['highest'] / 1e6:.2f}; {found['per_processor_second'] / 1e6:.2f} per processor second"
+            f"{target}"
         )
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"data_{''.join(c if c.isalnum() else '_' for c in result['device']).strip('_')}.json"

@@ -79,7 +79,7 @@ def test_windows_arrive_whole(folder):
 
 @pytest.mark.parametrize(("batch_size", "hosts"), [(1, 1), (6, 1), (6, 2), (6, 3), (46, 2)])
 def test_resuming_at_any_sample_with_any_batch_and_hosts(batch_size, hosts, folder):
-    data = settings(folder)
+    data = settings(folder, prefetch=2)
     whole = sequence(data, 46 + 2 * batch_size)
     for start in range(47):
         hosts_batches = [
