@@ -2,9 +2,9 @@
 
 A BPE of 32,000 entries is trained on the Python standard library. `source code` encodes that corpus, `prose`
 its English: docstrings and the language reference that pydoc ships. `prepare` is `source code` from
-parquet to shards, split and all. `read` takes shuffled batches of 8 windows of 2049 tokens through the loader.
-Each number is the median of several runs. The machine may be shared, so the load average and the rate per
-second of processor time are recorded too.
+parquet to shards, split and all. `read` takes shuffled batches of 8 windows of 2049 tokens through the
+loader. Each number is the median of several runs. The machine may be shared, so the load average and the rate
+per second of processor time are recorded too.
 """
 
 import argparse
