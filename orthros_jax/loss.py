@@ -6,7 +6,7 @@ Losses travel as sums; whoever reports one divides by the sum of weights, once.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +53,8 @@ def cross_entropy(
     vocabulary_axis = None if mesh.empty else "tensor"
 
     def local_sums(hidden, head, labels, weights):
-        objective, entropy = _chunked(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis)
-        return objective[None], entropy[None]
+        sums: Any = _chunked(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis)
+        return tuple(total[None] for total in sums)
 
     # Every device returns its own part of both sums and the total is taken outside, so that the transposed map adds up
     # the partial gradients of whatever the devices share, the head over the batch and the rows over the vocabulary.
@@ -85,7 +85,7 @@ def _chunked_backward(z_loss, logits_dtype, vocabulary_axis, gradients, cotangen
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis, *, with_gradients):
+def _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis, *, with_gradients) -> Any:
     batch, rows, _ = hidden.shape
     head_dtype, head = head.dtype, head.astype(hidden.dtype)
     chunks = min(rows, max(_MIN_CHUNKS, -(-batch * rows // _CHUNK_ROWS)))
@@ -97,7 +97,7 @@ def _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary
         padding = [(0, 0), (0, chunks * chunk_rows - rows)] + [(0, 0)] * (x.ndim - 2)
         return jnp.moveaxis(jnp.pad(x, padding).reshape(batch, chunks, chunk_rows, *x.shape[2:]), 1, 0)
 
-    def step(carry, chunk):
+    def step(carry, chunk) -> Any:
         objective, entropy, d_head = carry
         h, label, weight = chunk
         logits = jnp.einsum("bpd,dv->bpv", h, head, preferred_element_type=logits_dtype)
@@ -115,7 +115,7 @@ def _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary
         return (objective, entropy, d_head), d_h
 
     zero = jnp.zeros((), jnp.float32)
-    d_head = jnp.zeros(head.shape, jnp.float32) if with_gradients else None
+    d_head: Any = jnp.zeros(head.shape, jnp.float32) if with_gradients else None
     carry, d_chunks = jax.lax.scan(step, (zero, zero, d_head), (split(hidden), split(labels), split(weights)))
     objective, entropy, d_head = carry
     if vocabulary_axis is not None:

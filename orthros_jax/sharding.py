@@ -44,7 +44,7 @@ _PARAMETER_AXES = {
 }
 
 
-def build_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def build_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
     """Mesh of all devices (or those given); `data: -1` takes what the other axes leave.
 
     Raises:

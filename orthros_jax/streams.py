@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +115,7 @@ def fine_tuning(
         raise ValueError(f"num_outputs {num_outputs} exceeds the {num_rows} rows that can predict a token")
     predicts = _continues(segment_ids) & response[:, 1:]
     needed = predicts.sum(axis=1)
-    if not isinstance(needed, jax.core.Tracer) and needed.size and int(needed.max()) > num_outputs:
+    if not isinstance(needed, Tracer) and needed.size and int(needed.max()) > num_outputs:
         raise ValueError(
             f"an example has {int(needed.max())} response tokens, more than num_outputs {num_outputs}"
         )

@@ -23,6 +23,10 @@ def _case(rows, seed=0, batch=B):
     return hidden, head, labels, weights
 
 
+def _targets(labels, weights):
+    return Targets(jnp.asarray(labels), jnp.asarray(weights))
+
+
 def _exact(hidden, head, labels, weights, z_loss):
     """Sums and gradients of the objective by rows and head, in float64."""
     hidden, head, weights = (np.asarray(x, np.float64) for x in (hidden, head, weights))
@@ -39,7 +43,7 @@ def _exact(hidden, head, labels, weights, z_loss):
 
 def _with_gradients(hidden, head, labels, weights, z_loss, scale=1.0):
     def objective(hidden, head):
-        sums = cross_entropy(hidden, head, Targets(labels, weights), z_loss=z_loss)
+        sums = cross_entropy(hidden, head, _targets(labels, weights), z_loss=z_loss)
         return scale * sums.objective, sums
 
     (_, sums), gradients = jax.value_and_grad(objective, (0, 1), has_aux=True)(hidden, head)
@@ -60,7 +64,7 @@ def test_sums_and_gradients(rows, z_loss):
     np.testing.assert_allclose(gradients[0], 3 * d_hidden, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(gradients[1], 3 * d_head, rtol=1e-4, atol=1e-4)
     hidden, head, labels, weights = case
-    without = cross_entropy(jnp.asarray(hidden), jnp.asarray(head), Targets(labels, weights), z_loss=z_loss)
+    without = cross_entropy(jnp.asarray(hidden), jnp.asarray(head), _targets(labels, weights), z_loss=z_loss)
     np.testing.assert_allclose(without, sums, rtol=1e-6)
 
 
@@ -92,7 +96,7 @@ def test_rows_of_weight_zero_count_nowhere():
 
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
     _, head, labels, weights = _case(6)
-    sums = cross_entropy(jnp.zeros((B, 6, D)), jnp.asarray(head), Targets(labels, weights), z_loss=0.5)
+    sums = cross_entropy(jnp.zeros((B, 6, D)), jnp.asarray(head), _targets(labels, weights), z_loss=0.5)
     np.testing.assert_allclose(sums.cross_entropy / sums.weight, math.log(V), rtol=1e-6)
     np.testing.assert_allclose(sums.objective / sums.weight, math.log(V) + 0.5 * math.log(V) ** 2, rtol=1e-6)
 
@@ -127,7 +131,7 @@ def test_every_mesh_gives_the_same_sums_and_gradients(axes):
         sums, gradients = _jitted(*case, z_loss=0.02, scale=3.0)
         without = jax.jit(
             lambda hidden, head, labels, weights: cross_entropy(
-                hidden, head, Targets(labels, weights), z_loss=0.02
+                hidden, head, _targets(labels, weights), z_loss=0.02
             )
         )(*case)
     np.testing.assert_allclose(sums, expected, rtol=1e-5)

@@ -142,8 +142,8 @@ def test_a_batch_that_does_not_divide(batch, accumulation, nearest):
     mesh = build_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     training = TrainingConfig(batch_size=batch, accumulation=accumulation)
     assert _refused(check_divisible, dataclasses.replace(_CONFIG, training=training), mesh) == (
-        f"training.batch_size: {batch} is not a multiple of 4 batch shards (mesh.data x mesh.fsdp) x {accumulation} "
-        f"accumulation steps; the nearest that work: {nearest}"
+        f"training.batch_size: {batch} is not a multiple of 4 batch shards (mesh.data x mesh.fsdp) x "
+        f"{accumulation} accumulation steps; the nearest that work: {nearest}"
     )
 
 
@@ -166,7 +166,7 @@ def test_a_model_that_the_mesh_does_not_cut(axes, changes, message):
 
 @pytest.mark.parametrize("axes", [(1, 8, 1), (1, 4, 2), (2, 2, 2), (1, 2, 4)])
 def test_a_device_holds_its_share_of_a_large_model(axes):
-    """Parameters, moments and counters of the 160M model; what is not cut (norms, scales, offsets) is 0.1 % of it."""
+    """The whole state of the 160M model; what is not cut (norms, scales, offsets) is 0.1 % of it."""
     config = dataclasses.replace(_CONFIG, model=ModelConfig())
     state = jax.eval_shape(make_program(config, 10).init, jax.random.key(0))
     shardings = state_shardings(state, build_mesh(MeshConfig(*axes)))

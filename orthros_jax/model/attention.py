@@ -4,7 +4,7 @@ A hidden layer of Orthros runs both streams; a hidden layer of a single-stream m
 layer of every model runs output rows alone, since nothing reads its context rows but the keys and values they make.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -23,8 +23,8 @@ _ROWS = P(BATCH_AXES, None)
 class Streams(NamedTuple):
     """One value for each stream, None where a stream has no rows."""
 
-    context: jax.Array | None
-    output: jax.Array | None
+    context: Any
+    output: Any
 
 
 class Kind(NamedTuple):

@@ -98,9 +98,9 @@ def make_program(config: Config, schedule_steps: int) -> Program:
 
     def init(key: jax.Array) -> TrainState:
         params = nnx.to_pure_dict(nnx.state(build_model(config.model, nnx.Rngs(key)), nnx.Param))
-        counters = [jnp.zeros((), jnp.int32) for _ in range(4)]
+        step, samples, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(4))
         ema = jax.tree.map(jnp.copy, params) if config.optimizer.ema_decay else None
-        return TrainState(*counters, params, optimizer.init(params), ema)
+        return TrainState(step, samples, skipped, in_a_row, params, optimizer.init(params), ema)
 
     def losses(params, batch: Batch) -> tuple[LossSums, streams.Layout]:
         layout, targets = streams.pretraining(batch["tokens"], batch["segment_ids"])

@@ -5,6 +5,7 @@ both with shared weights over the keys and values of C, and the head reads O alo
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -152,7 +153,7 @@ def _rms_norm(x, scale, eps):
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * scale
 
 
-def _map(function, tree):
+def _map(function, tree) -> Any:
     if isinstance(tree, dict):
         return {name: _map(function, value) for name, value in tree.items()}
     return function(tree)

@@ -1,7 +1,7 @@
 """Small models with random weights, shared by the tests of the model."""
 
 import functools
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from pallas_kernels.dual_stream_attention.api import Impl
 
 def small_config(**changes) -> ModelConfig:
     """Three layers with N != K and H != D / N; 40 tokens, window 4."""
-    settings = {
+    settings: dict[str, Any] = {
         "vocab_size": 40,
         "num_layers": 3,
         "model_dim": 24,
