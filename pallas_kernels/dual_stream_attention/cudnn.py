@@ -48,13 +48,18 @@ def attention(
     for stream in streams:
         window = None if stream.window is None or stream.window >= k.shape[1] else stream.window
         out = jax.nn.dot_product_attention(
-            stream.q,
-            wide_k.astype(k.dtype),
-            wide_v.astype(v.dtype),
+            _even_rows(stream.q),
+            _even_rows(wide_k.astype(k.dtype)),
+            _even_rows(wide_v.astype(v.dtype)),
             scale=scale,
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
-        outputs.append(checkpoint_name(out, "attention_output"))
+        outputs.append(checkpoint_name(out[:, : k.shape[1]], "attention_output"))
     return tuple(outputs)
+
+
+def _even_rows(x: jax.Array) -> jax.Array:
+    """Appends a row where their number is odd, which cuDNN's training kernels refuse; no earlier row sees it."""
+    return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
