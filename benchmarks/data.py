@@ -30,9 +30,7 @@ TARGETS = {"prose": 1.5e6, "source code": 1.5e6, "read": 30e6}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cores", type=int, default=2, help="cores to use (default: 2)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each measurement (default: 5)")
     arguments = parser.parse_args()

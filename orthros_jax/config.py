@@ -141,18 +141,14 @@ class DataConfig:
     """Batches that the loader reads ahead."""
 
     def __post_init__(self):
-        _require(
-            self.sequence_length > 0, "data.sequence_length", f"must be positive, got {self.sequence_length}"
-        )
+        _require(self.sequence_length > 0, "data.sequence_length", f"must be positive, got {self.sequence_length}")
         _require(self.prefetch > 0, "data.prefetch", f"must be positive, got {self.prefetch}")
         _require(
             len(self.weights) in (0, len(self.paths)),
             "data.weights",
             f"{len(self.weights)} weights for {len(self.paths)} paths; give one for each path or none",
         )
-        _require(
-            all(w > 0 for w in self.weights), "data.weights", f"must all be positive, got {self.weights}"
-        )
+        _require(all(w > 0 for w in self.weights), "data.weights", f"must all be positive, got {self.weights}")
         _require(
             self.source is None or len(self.paths) == 1,
             "data.source",
@@ -190,9 +186,7 @@ class OptimizerConfig:
     """Decay of an exponential moving average of the parameters, used in evaluation; 0 is off."""
 
     def __post_init__(self):
-        _require(
-            self.learning_rate > 0, "optimizer.learning_rate", f"must be positive, got {self.learning_rate}"
-        )
+        _require(self.learning_rate > 0, "optimizer.learning_rate", f"must be positive, got {self.learning_rate}")
         _require(self.eps > 0, "optimizer.eps", f"must be positive, got {self.eps}")
         for name in ("beta1", "beta2", "ema_decay"):
             value = getattr(self, name)
@@ -200,9 +194,7 @@ class OptimizerConfig:
         for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm"):
             value = getattr(self, name)
             _require(value >= 0, f"optimizer.{name}", f"must not be negative, got {value}")
-        _require(
-            0 <= self.final_ratio <= 1, "optimizer.final_ratio", f"must be in [0, 1], got {self.final_ratio}"
-        )
+        _require(0 <= self.final_ratio <= 1, "optimizer.final_ratio", f"must be in [0, 1], got {self.final_ratio}")
         _require(
             self.schedule_steps is None or self.schedule_steps > 0,
             "optimizer.schedule_steps",
@@ -300,9 +292,7 @@ class EvaluationConfig:
 
     def __post_init__(self):
         _require(self.every > 0, "evaluation.every", f"must be positive, got {self.every}")
-        _require(
-            self.sample_tokens > 0, "evaluation.sample_tokens", f"must be positive, got {self.sample_tokens}"
-        )
+        _require(self.sample_tokens > 0, "evaluation.sample_tokens", f"must be positive, got {self.sample_tokens}")
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,7 @@ def _read_file(path: str) -> dict[str, _Setting]:
     except IsADirectoryError:
         raise UserError(f"configuration file {path} is a folder; name a YAML file in it") from None
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"configuration file {path} is not UTF-8 text (byte {error.start}); save it as UTF-8"
-        ) from None
+        raise UserError(f"configuration file {path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
         raise UserError(f"configuration file {path} cannot be read: {error.strerror}") from None
     try:
@@ -187,9 +185,7 @@ def _read_file(path: str) -> dict[str, _Setting]:
     if root is None or _is_empty(root):
         return {}
     if not isinstance(root, yaml.MappingNode):
-        raise UserError(
-            f"{path}: holds {_describe(_plain_value(root, '', path))} where 'section: ...' was expected"
-        )
+        raise UserError(f"{path}: holds {_describe(_plain_value(root, '', path))} where 'section: ...' was expected")
     return dict(_walk(root, path))
 
 

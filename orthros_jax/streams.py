@@ -116,9 +116,7 @@ def fine_tuning(
     predicts = _continues(segment_ids) & response[:, 1:]
     needed = predicts.sum(axis=1)
     if not isinstance(needed, Tracer) and needed.size and int(needed.max()) > num_outputs:
-        raise ValueError(
-            f"an example has {int(needed.max())} response tokens, more than num_outputs {num_outputs}"
-        )
+        raise ValueError(f"an example has {int(needed.max())} response tokens, more than num_outputs {num_outputs}")
     index = jnp.sort(jnp.where(predicts, jnp.arange(num_rows), num_rows), axis=1)[:, :num_outputs]
     is_row = index < num_rows
     context = segment_ids[:, :-1]

@@ -126,8 +126,6 @@ def make_config(settings: dict[str, Any]) -> Config:
     arguments: dict[str, Any] = {name: value for name, value in settings.items() if "." not in name}
     for section in (name for name, hint in hints.items() if is_dataclass(hint)):
         prefix = f"{section}."
-        values = {
-            name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)
-        }
+        values = {name.removeprefix(prefix): value for name, value in settings.items() if name.startswith(prefix)}
         arguments[section] = hints[section](**values)
     return Config(**arguments)

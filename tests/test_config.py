@@ -180,8 +180,7 @@ def test_byte_order_mark_is_ignored():
         ),
         (
             "every: 3\n",
-            "a.yaml:1: every: no such setting; "
-            "did you mean checkpoint.every or evaluation.every or metrics.every?",
+            "a.yaml:1: every: no such setting; did you mean checkpoint.every or evaluation.every or metrics.every?",
         ),
         (
             "zzz: 3\n",
@@ -505,8 +504,7 @@ def test_file_that_cannot_be_opened(monkeypatch):
         (
             "model:\n  num_kv_heads: 3\n",
             ["--model.num_heads", "4"],
-            "a.yaml:2, command line: model.num_kv_heads: "
-            "3 does not divide model.num_heads 4; set both together",
+            "a.yaml:2, command line: model.num_kv_heads: 3 does not divide model.num_heads 4; set both together",
         ),
         (
             "model:\n  num_heads: 16\n",
@@ -719,9 +717,7 @@ def test_command_table(capsys):
     assert capsys.readouterr().out == listed
     assert "\n  prepare    turn text, JSONL or parquet into token shards\n" in listed
     assert orthros_main(["prepar"]) == 2
-    assert capsys.readouterr().err == (
-        "python -m orthros_jax: error: no command 'prepar'; did you mean prepare?\n"
-    )
+    assert capsys.readouterr().err == ("python -m orthros_jax: error: no command 'prepar'; did you mean prepare?\n")
     assert orthros_main(["zzz"]) == 2
     assert capsys.readouterr().err == (
         "python -m orthros_jax: error: no command 'zzz'; the commands are prepare, plot\n"

@@ -103,9 +103,7 @@ def test_imports_follow_the_table():
 def test_kernels_need_jax_and_numpy_only():
     allowed = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
     for path in sorted((ROOT / "pallas_kernels").rglob("*.py")):
-        names = imported_names(
-            path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py"
-        )
+        names = imported_names(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
         assert {name.partition(".")[0] for name in names} <= allowed, path
 
 

@@ -130,9 +130,7 @@ def test_every_mesh_gives_the_same_sums_and_gradients(axes):
     with jax.set_mesh(mesh):
         sums, gradients = _jitted(*case, z_loss=0.02, scale=3.0)
         without = jax.jit(
-            lambda hidden, head, labels, weights: cross_entropy(
-                hidden, head, _targets(labels, weights), z_loss=0.02
-            )
+            lambda hidden, head, labels, weights: cross_entropy(hidden, head, _targets(labels, weights), z_loss=0.02)
         )(*case)
     np.testing.assert_allclose(sums, expected, rtol=1e-5)
     np.testing.assert_allclose(without, expected, rtol=1e-5)

@@ -39,9 +39,7 @@ _CONFIG = Config(
     model=_MODEL,
     data=DataConfig(sequence_length=12),
     # A large epsilon keeps the update a smooth function of the gradient.
-    optimizer=OptimizerConfig(
-        warmup_steps=0, schedule="constant", learning_rate=1e-2, eps=1e-3, ema_decay=0.5
-    ),
+    optimizer=OptimizerConfig(warmup_steps=0, schedule="constant", learning_rate=1e-2, eps=1e-3, ema_decay=0.5),
     training=TrainingConfig(batch_size=8, z_loss=1e-3),
 )
 
@@ -207,8 +205,7 @@ def test_a_step_is_the_same_on_every_mesh(axes, single_device):
         after, metrics = step(state, batch)
         poisoned = dataclasses.replace(
             state,
-            params=state.params
-            | {"embedding": {"kernel": state.params["embedding"]["kernel"].at[47].set(np.nan)}},
+            params=state.params | {"embedding": {"kernel": state.params["embedding"]["kernel"].at[47].set(np.nan)}},
         )
         # The NaN reaches the rows of one shard only.
         tokens = _batch()["tokens"]
@@ -223,9 +220,7 @@ def test_a_step_is_the_same_on_every_mesh(axes, single_device):
         (expected.params, expected.opt_state, expected.ema),
     )
     # What a step returns lies as what it was given: the compiled step takes it back.
-    jax.tree.map(
-        lambda a, s: s.is_equivalent_to(a.sharding, a.ndim) or pytest.fail(f"{a.sharding}"), after, shardings
-    )
+    jax.tree.map(lambda a, s: s.is_equivalent_to(a.sharding, a.ndim) or pytest.fail(f"{a.sharding}"), after, shardings)
 
     cut = [
         leaf

@@ -33,10 +33,7 @@ def _expected_positions(segment_ids):
 
 def _predicting_rows(segment_ids):
     """Rows whose next token belongs to the same document."""
-    return [
-        [t for t in range(len(row) - 1) if row[t] != 0 and row[t] == row[t + 1]]
-        for row in segment_ids.tolist()
-    ]
+    return [[t for t in range(len(row) - 1) if row[t] != 0 and row[t] == row[t + 1]] for row in segment_ids.tolist()]
 
 
 @pytest.mark.parametrize("num_rows", range(1, 13))
@@ -96,9 +93,7 @@ def test_fine_tuning(num_rows):
         np.testing.assert_array_equal(layout.positions, _expected_positions(segments[:, :num_rows]))
         np.testing.assert_array_equal(targets.weights, out_index >= 0)
         labels = np.take_along_axis(tokens, out_index + 1, axis=1)
-        np.testing.assert_array_equal(
-            np.where(out_index >= 0, targets.labels, 0), np.where(out_index >= 0, labels, 0)
-        )
+        np.testing.assert_array_equal(np.where(out_index >= 0, targets.labels, 0), np.where(out_index >= 0, labels, 0))
         assert (targets.labels >= 0).all()
     if most > 1:
         message = f"an example has {most} response tokens, more than num_outputs {most - 1}"

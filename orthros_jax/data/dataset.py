@@ -48,9 +48,7 @@ def dataset_tokenizer(path: Path | str) -> Tokenizer:
         return ByteTokenizer()
     file = Path(path) / TOKENIZER_FILE
     if not file.is_file():
-        raise UserError(
-            f"{file}: missing; copy the tokenizer.json that the data set was made with back to this place"
-        )
+        raise UserError(f"{file}: missing; copy the tokenizer.json that the data set was made with back to this place")
     tokenizer = FileTokenizer(file.read_bytes(), described["name"], described["bos_id"], described["eos_id"])
     if tokenizer.fingerprint != described["fingerprint"]:
         raise UserError(f"{file}: not the tokenizer that the data set was made with; put the original back")
@@ -135,9 +133,7 @@ class TokenDataset:
                 found = file.stat().st_size if file.is_file() else None
                 if found != size:
                     problem = "missing" if found is None else f"{found} bytes, but the index says {size}"
-                    raise UserError(
-                        f"{file}: {problem}; copy the data set again, or delete it and prepare it again"
-                    )
+                    raise UserError(f"{file}: {problem}; copy the data set again, or delete it and prepare it again")
 
     def _map(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         stem = str(self.path / self._shards[shard]["name"])

@@ -90,9 +90,7 @@ def training_batches(
     """
     datasets = open_datasets(data, "train")
     rows = _host_rows(batch_size, process_index, process_count)
-    order = _global_order(
-        [len(dataset) for dataset in datasets], data.weights, seed if data.shuffle else None
-    )
+    order = _global_order([len(dataset) for dataset in datasets], data.weights, seed if data.shuffle else None)
     steps = (len(order) - start_sample) // batch_size
     return _read(_HostBatches(datasets, order, steps, start_sample, batch_size, rows), data.prefetch)
 

@@ -73,9 +73,7 @@ def draw_split(utf8: bytes, holdout: float) -> str:
     return "heldout" if drawn < holdout * 2**64 else "train"
 
 
-def read_texts(
-    files: Iterable[InputFile], settings: Settings, skipped: Counter[str]
-) -> Iterator[tuple[str, str, int]]:
+def read_texts(files: Iterable[InputFile], settings: Settings, skipped: Counter[str]) -> Iterator[tuple[str, str, int]]:
     """Iterates (split, text, bytes of UTF-8) of each document with text; counts the others by reason."""
     for file in files:
         try:

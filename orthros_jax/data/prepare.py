@@ -150,9 +150,7 @@ def prepare_if_missing(data: DataConfig) -> None:
 
 def summary(output: Path, index: dict[str, Any]) -> str:
     """A line for each split, and one for what was skipped."""
-    lines = [
-        f"{output}: tokenizer {index['tokenizer']['name']}, vocabulary {index['tokenizer']['vocab_size']:,}"
-    ]
+    lines = [f"{output}: tokenizer {index['tokenizer']['name']}, vocabulary {index['tokenizer']['vocab_size']:,}"]
     for split in SPLITS:
         total = index["splits"][split]
         lines.append(
@@ -160,9 +158,7 @@ def summary(output: Path, index: dict[str, Any]) -> str:
             f"{total['text_bytes']:>15,} bytes of text"
         )
     if index["skipped"]:
-        lines.append(
-            "  skipped: " + ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items())
-        )
+        lines.append("  skipped: " + ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()))
     if not index["splits"]["heldout"]["documents"]:
         lines.append("  the held-out split is empty, so there is nothing to evaluate on; raise --holdout")
     return "\n".join(lines)
@@ -291,9 +287,7 @@ def _build_index(output: Path, parts: int, settings: Settings, tokenizer: Tokeni
         total = {key: sum(shard[key] for shard in shards) for key in ("tokens", "documents", "text_bytes")}
         splits[split] = {**total, "shards": shards}
     if not splits["train"]["documents"]:
-        reasons = (
-            ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "no rows at all"
-        )
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "no rows at all"
         heldout = splits["heldout"]["documents"]
         delete_records(output)
         raise UserError(

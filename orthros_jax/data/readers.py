@@ -108,9 +108,7 @@ def _expand(item: str) -> list[InputFile]:
         if info["type"] == "file" and not _hidden(path, root) and (named or file_kind(path))
     }
     if not found:
-        what = (
-            "no file matches this pattern" if named else f"no readable file in this folder; {KNOWN_SUFFIXES}"
-        )
+        what = "no file matches this pattern" if named else f"no readable file in this folder; {KNOWN_SUFFIXES}"
         raise UserError(f"{item}: {what}")
     for path in found:
         if file_kind(path) is None:
@@ -200,8 +198,7 @@ def _check_text_column(path: str, schema: Any, text_field: str) -> None:
 
     if text_field not in schema.names:
         raise UserError(
-            f"{path}: no column {text_field!r}, only {', '.join(schema.names)}; "
-            "name the text with --text_field"
+            f"{path}: no column {text_field!r}, only {', '.join(schema.names)}; name the text with --text_field"
         )
     kind = schema.field(text_field).type
     value_kind = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -211,9 +208,7 @@ def _check_text_column(path: str, schema: Any, text_field: str) -> None:
         or pa.types.is_string_view(value_kind)
         or pa.types.is_null(value_kind)
     ):
-        raise UserError(
-            f"{path}: column {text_field!r} holds {kind}, not text; name the text with --text_field"
-        )
+        raise UserError(f"{path}: column {text_field!r} holds {kind}, not text; name the text with --text_field")
 
 
 def _decodes(value: Any) -> bool:

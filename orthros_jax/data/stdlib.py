@@ -62,9 +62,7 @@ def _source_names(root: Path) -> list[str]:
     names = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [
-            name
-            for name in subfolders
-            if name not in EXCLUDED_FOLDERS and not name.startswith(EXCLUDED_PREFIXES)
+            name for name in subfolders if name not in EXCLUDED_FOLDERS and not name.startswith(EXCLUDED_PREFIXES)
         ]
         relative = Path(folder).relative_to(root)
         names += [

@@ -47,8 +47,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         if error.errno not in DISK_FULL:
             raise
         raise UserError(
-            f"{path.parent}: no space left on the disk; free some and run the same command again, it "
-            "continues"
+            f"{path.parent}: no space left on the disk; free some and run the same command again, it continues"
         ) from error
     finally:
         partial.unlink(missing_ok=True)

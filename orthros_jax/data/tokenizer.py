@@ -134,9 +134,7 @@ def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | Non
     path = Path(spec)
     path = path / TOKENIZER_FILE if path.is_dir() else path
     if not path.is_file():
-        raise UserError(
-            f"{spec}: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a new one"
-        )
+        raise UserError(f"{spec}: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a new one")
     content = path.read_bytes()
     vocabulary = FileTokenizer(content, str(path), None, None).vocabulary
     config = path.with_name("tokenizer_config.json")

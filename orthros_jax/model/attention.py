@@ -122,14 +122,10 @@ def attend(q: Streams, k: jax.Array, v: jax.Array, layout: Layout, kind: Kind, i
             window = kind.context_window
             if window is None:
                 return Streams(pallas_kernels.cross_attention(q.context, k, v, **mask), None)
-            return Streams(
-                pallas_kernels.sliding_window_attention(q.context, k, v, window=window, **mask), None
-            )
+            return Streams(pallas_kernels.sliding_window_attention(q.context, k, v, window=window, **mask), None)
         mask["out_index"] = out_index
         if q.context is None:
-            return Streams(
-                None, pallas_kernels.cross_attention(q.output, k, v, window=kind.output_window, **mask)
-            )
+            return Streams(None, pallas_kernels.cross_attention(q.output, k, v, window=kind.output_window, **mask))
         windows = {"window": kind.context_window, "out_window": kind.output_window}
         return Streams(*pallas_kernels.dual_stream_attention(q.context, q.output, k, v, **windows, **mask))
 

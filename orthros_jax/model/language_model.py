@@ -35,9 +35,7 @@ class Layer(nnx.Module):
         """Rows in, rows out: context [B, T, D] and output [B, P, D]; the last layer returns output rows alone."""
         normalised = Streams(*(None if x is None else self.attention_norm(x) for x in rows))
         attended = self.attention(normalised, layout, rope)
-        return Streams(
-            *(None if a is None else self._feed_forward(x + a) for x, a in zip(rows, attended, strict=True))
-        )
+        return Streams(*(None if a is None else self._feed_forward(x + a) for x, a in zip(rows, attended, strict=True)))
 
     def _feed_forward(self, x: jax.Array) -> jax.Array:
         return constrain_rows(x + self.ffn(self.ffn_norm(x)))

@@ -18,9 +18,7 @@ class Linear(nnx.Module):
       in_axes, out_axes: sizes of the contracted and of the resulting axes; the kernel is [*in_axes, *out_axes].
     """
 
-    def __init__(
-        self, in_axes: tuple[int, ...], out_axes: tuple[int, ...], config: ModelConfig, rngs: nnx.Rngs
-    ):
+    def __init__(self, in_axes: tuple[int, ...], out_axes: tuple[int, ...], config: ModelConfig, rngs: nnx.Rngs):
         kernel = config.init_std * jax.random.normal(rngs.params(), in_axes + out_axes)
         self.kernel = nnx.Param(kernel.astype(config.param_dtype))
         self.num_in_axes = len(in_axes)

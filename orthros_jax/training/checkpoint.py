@@ -150,9 +150,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(error) from error
         if not _is_committed(self.directory / str(self._pending)):
-            raise RuntimeError(
-                f"Orbax reported success but did not commit step {self._pending} in {self.directory}"
-            )
+            raise RuntimeError(f"Orbax reported success but did not commit step {self._pending} in {self.directory}")
         self._newest, self._pending = self._pending, None
 
     def close(self) -> None:
@@ -207,9 +205,7 @@ class Checkpoints:
                 aside = folder.with_name(f"{step}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
-                self._report(
-                    f"renamed the damaged checkpoint {folder} to {aside.name}; delete it to free the space"
-                )
+                self._report(f"renamed the damaged checkpoint {folder} to {aside.name}; delete it to free the space")
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("damaged checkpoints are set aside")
 
@@ -225,9 +221,7 @@ class Checkpoints:
         reason = _disk_fault(error)
         if reason is None:
             return error
-        kept = (
-            "no earlier checkpoint exists" if self._newest is None else f"checkpoint {self._newest} is intact"
-        )
+        kept = "no earlier checkpoint exists" if self._newest is None else f"checkpoint {self._newest} is intact"
         return UserError(
             f"cannot save step {step} in {self.directory}: {reason}; {kept}. "
             "Free space or set run_dir to another disk, then start the same command again to resume."
@@ -299,9 +293,7 @@ def _checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def _checksum(array: jax.Array) -> jax.Array:
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
-    words = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * min(array.dtype.itemsize, 4)}")).astype(
-        jnp.uint32
-    )
+    words = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * min(array.dtype.itemsize, 4)}")).astype(jnp.uint32)
     index = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
         index = index * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, words.shape, axis)

@@ -95,9 +95,7 @@ class MetricsWriter:
             try:
                 self._wandb.log(values, step=step)
             except Exception as error:
-                print(
-                    f"Weights & Biases failed and is off from here on: {error}", file=sys.stderr, flush=True
-                )
+                print(f"Weights & Biases failed and is off from here on: {error}", file=sys.stderr, flush=True)
                 self._wandb = None
 
     def close(self) -> None:
@@ -162,7 +160,5 @@ def _start_wandb(config: MetricsConfig, run_dir: Path, resume_step: int) -> Any:
         try:
             return wandb.init(mode="online", settings=wandb.Settings(init_timeout=60), **options)
         except Exception as error:
-            print(
-                f"Weights & Biases cannot be reached, going on offline: {error}", file=sys.stderr, flush=True
-            )
+            print(f"Weights & Biases cannot be reached, going on offline: {error}", file=sys.stderr, flush=True)
     return wandb.init(mode="offline", **options)

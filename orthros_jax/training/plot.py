@@ -54,9 +54,7 @@ def draw(runs: list[str], output: str | os.PathLike) -> list[str]:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         if not axis.lines:
-            axis.text(
-                0.5, 0.5, f"no {key} in metrics.jsonl", transform=axis.transAxes, ha="center", color="gray"
-            )
+            axis.text(0.5, 0.5, f"no {key} in metrics.jsonl", transform=axis.transAxes, ha="center", color="gray")
             axis.set_xticks([])
     axes[0].xaxis.set_major_formatter(lambda tokens, _: _short(tokens))
     axes[0].set_ylabel("loss (nats per token)")

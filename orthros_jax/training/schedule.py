@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from orthros_jax.config import OptimizerConfig
 
 
-def learning_rate_schedule(
-    config: OptimizerConfig, steps: int
-) -> Callable[[jax.typing.ArrayLike], jax.Array]:
+def learning_rate_schedule(config: OptimizerConfig, steps: int) -> Callable[[jax.typing.ArrayLike], jax.Array]:
     """The schedule of a run of `steps` optimizer steps, or of `config.schedule_steps` where that is set.
 
     Step s counts completed steps. Warm-up is linear, peak * (s + 1) / warmup_steps, so that step 0 moves

@@ -104,7 +104,9 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
         )
         for line in changed_settings(config, saved["config"]) if saved else ():
             progress.message(f"Changed  {line}")
-        run = _Run(config, program, mesh, state, flops, checkpoints, writer, progress, watchdog, stop, heldout, identity)
+        run = _Run(
+            config, program, mesh, state, flops, checkpoints, writer, progress, watchdog, stop, heldout, identity
+        )
         try:
             complete = run.to_the_end()
         except Diverged as error:

@@ -70,9 +70,7 @@ def dual_stream_attention(
         NotImplementedError: a backend named by `impl` does not support the call.
     """
     context, output = Stream(q_ctx, window, None), Stream(q_out, out_window, out_index)
-    o_ctx, o_out = _attend(
-        "dual_stream_attention", (context, output), k, v, segment_ids, scale, impl, deterministic
-    )
+    o_ctx, o_out = _attend("dual_stream_attention", (context, output), k, v, segment_ids, scale, impl, deterministic)
     return o_ctx, o_out
 
 
@@ -124,21 +122,14 @@ def _attend(op, streams, k, v, segment_ids, scale, impl, deterministic):
 
 def _check_stream(stream: Stream, k: jax.Array, v: jax.Array) -> None:
     q = stream.q
-    if (
-        q.ndim != 4
-        or k.ndim != 4
-        or k.shape != v.shape
-        or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3])
-    ):
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
             f"attention needs q [B, P, N, H] and k, v [B, T, K, H], got q {q.shape}, k {k.shape}, v {v.shape}"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"the {k.shape[2]} key/value heads must divide the {q.shape[2]} query heads")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
-        raise ValueError(
-            f"q, k, v must all be float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
+        raise ValueError(f"q, k, v must all be float32, bfloat16 or float16, got {q.dtype}, {k.dtype}, {v.dtype}")
     if stream.window is not None and stream.window < 1:
         raise ValueError(f"a window counts the row's own key and must be at least 1, got {stream.window}")
     if stream.out_index is not None:

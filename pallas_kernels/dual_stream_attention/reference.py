@@ -46,9 +46,7 @@ def attention_grad(q, k, v, d_out, visible, scale=None):
     return dq, _sum_over_group(dk, k), _sum_over_group(dv, v)
 
 
-def dual_stream_attention(
-    q_ctx, q_out, k, v, *, window, out_window=None, segment_ids=None, out_index=None, scale=None
-):
+def dual_stream_attention(q_ctx, q_out, k, v, *, window, out_window=None, segment_ids=None, out_index=None, scale=None):
     """o_ctx [B, T, N, H] and o_out [B, P, N, H]; arguments as in `api.dual_stream_attention`."""
     batch, num_keys = k.shape[:2]
     context = visible_keys(batch, num_keys, window=window, segment_ids=segment_ids)

@@ -32,8 +32,7 @@ def attention(
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
     ranges = tuple(
-        key_ranges(k.shape[1], window=s.window, segment_ids=segment_ids, out_index=s.out_index)
-        for s in streams
+        key_ranges(k.shape[1], window=s.window, segment_ids=segment_ids, out_index=s.out_index) for s in streams
     )
     return _attention(tuple(s.q for s in streams), k, v, ranges, scale)
 
@@ -81,9 +80,7 @@ def _stream_forward(q, k_blocks, v_blocks, key_range, scale):
             finite_max = jnp.where(new_max == -jnp.inf, 0.0, new_max)
             decay = jnp.exp(row_max - finite_max)
             weights = jnp.exp(scores - finite_max[..., None])
-            acc = acc * decay[..., None] + _dot(
-                "bkgqs,bksh->bkgqh", weights.astype(v_blocks.dtype), v_blocks[j]
-            )
+            acc = acc * decay[..., None] + _dot("bkgqs,bksh->bkgqh", weights.astype(v_blocks.dtype), v_blocks[j])
             return new_max, row_sum * decay + weights.sum(axis=-1), acc
 
         rows = q_block.shape[:-1]
@@ -128,9 +125,7 @@ def _stream_backward(q, key_range, out, lse, d_out, k_blocks, v_blocks, dk, dv, 
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     row_blocks = [_query_blocks(x, num_kv_heads) for x in (lse, delta, d_out)]
     q_blocks, ranges = _query_blocks(q, num_kv_heads), _range_blocks(key_range)
-    (dk, dv), dq = lax.scan(
-        query_block, (dk, dv), (q_blocks, *ranges, *row_blocks), unroll=len(q_blocks) == 1
-    )
+    (dk, dv), dq = lax.scan(query_block, (dk, dv), (q_blocks, *ranges, *row_blocks), unroll=len(q_blocks) == 1)
     return _from_query_blocks(dq, q.shape), dk, dv
 
 

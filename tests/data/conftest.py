@@ -24,9 +24,7 @@ def write_dataset(tmp_path):
                 tokens = np.concatenate(documents).astype(dtype)
                 tokens.tofile(folder / f"{stem}.tokens")
                 np.cumsum([len(d) for d in documents]).astype("<i8").tofile(folder / f"{stem}.offsets")
-                described.append(
-                    {"name": stem, "tokens": len(tokens), "documents": len(documents), "text_bytes": 0}
-                )
+                described.append({"name": stem, "tokens": len(tokens), "documents": len(documents), "text_bytes": 0})
             splits[split] = {
                 "tokens": sum(s["tokens"] for s in described),
                 "documents": sum(s["documents"] for s in described),

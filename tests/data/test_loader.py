@@ -102,8 +102,7 @@ def test_resuming_at_any_sample_with_any_batch_and_hosts(batch_size, hosts, fold
 def test_more_hosts_than_files(write_dataset):
     folder = write_dataset("one", [numbered_documents([41], first=1)])
     hosts = [
-        training_batches(settings(folder), batch_size=3, seed=0, process_index=i, process_count=3)
-        for i in range(3)
+        training_batches(settings(folder), batch_size=3, seed=0, process_index=i, process_count=3) for i in range(3)
     ]
     rows = [take(host, 10) for host in hosts]
     assert all(len(host) == 10 for host in rows)
@@ -151,10 +150,7 @@ def test_mixture_resumes(two_folders):
     data = settings(*two_folders, weights=[2.0, 1.0])
     whole = sequence(data, 80)
     for start in (0, 1, 33, 34, 60):
-        assert (
-            take(training_batches(data, batch_size=4, seed=0, start_sample=start), 5)
-            == whole[start : start + 20]
-        )
+        assert take(training_batches(data, batch_size=4, seed=0, start_sample=start), 5) == whole[start : start + 20]
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
@@ -163,9 +159,7 @@ def test_evaluation_covers_the_held_out_split_once(batch_size, hosts, folder):
     rows, padding, counts = [], 0, set()
     per_host = []
     for host in range(hosts):
-        batches = evaluation_batches(
-            settings(folder), batch_size=batch_size, process_index=host, process_count=hosts
-        )
+        batches = evaluation_batches(settings(folder), batch_size=batch_size, process_index=host, process_count=hosts)
         per_host.append(list(batches))
         counts.add(len(per_host[-1]))
     for step in zip(*per_host, strict=True):
@@ -220,9 +214,7 @@ def test_errors_come_with_the_call_and_not_with_the_first_batch(tmp_path):
 def test_no_path():
     with pytest.raises(UserError) as error:
         open_datasets(DataConfig(), "train")
-    assert str(error.value) == (
-        "data.paths: no data set; name a folder written by `python -m orthros_jax prepare`"
-    )
+    assert str(error.value) == ("data.paths: no data set; name a folder written by `python -m orthros_jax prepare`")
 
 
 def test_training_split_without_a_label(write_dataset):
@@ -252,6 +244,5 @@ def test_sets_of_different_tokenizers(write_dataset):
     with pytest.raises(UserError) as error:
         check_vocabulary(open_datasets(settings(one, two), "train"), 60000)
     assert str(error.value) == (
-        f"{two}: made with tokenizer hand, but {one} with another one, hand; prepare both with the same "
-        "tokenizer"
+        f"{two}: made with tokenizer hand, but {one} with another one, hand; prepare both with the same tokenizer"
     )

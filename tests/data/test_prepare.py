@@ -69,11 +69,7 @@ def corpus(tmp_path):
 
 
 def texts_of(corpus):
-    return [
-        json.loads(line)["text"]
-        for path in sorted(corpus.iterdir())
-        for line in path.read_text().splitlines()
-    ]
+    return [json.loads(line)["text"] for path in sorted(corpus.iterdir()) for line in path.read_text().splitlines()]
 
 
 def test_documents_in_order(corpus, tmp_path):
@@ -100,9 +96,7 @@ def test_documents_in_order(corpus, tmp_path):
 @pytest.mark.parametrize("eos", [True, False])
 def test_bos_and_eos_exactly_once(bos, eos, tokenizer, tmp_path):
     texts = ["a", "b", "", "<|bos|> and <|eos|>", "longer text " * 9]
-    index = run(
-        [write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "set", tokenizer=tokenizer, bos=bos, eos=eos
-    )
+    index = run([write_jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "set", tokenizer=tokenizer, bos=bos, eos=eos)
     made = dataset_tokenizer(tmp_path / "set")
     found = documents(tmp_path / "set")
     assert [made.decode(ids) for ids in found] == [text for text in texts if text]
@@ -301,9 +295,7 @@ def test_the_same_tokenizer_from_another_folder_is_accepted(corpus, tmp_path):
 def test_a_foreign_folder_is_refused(corpus, tmp_path):
     with pytest.raises(UserError) as error:
         run([corpus], corpus)
-    assert str(error.value) == (
-        f"{corpus}: is neither empty nor a prepared data set; choose another output folder"
-    )
+    assert str(error.value) == (f"{corpus}: is neither empty nor a prepared data set; choose another output folder")
     assert len(list(corpus.iterdir())) == 6
 
 
@@ -445,9 +437,7 @@ def test_corpus_without_text(tmp_path):
 
 def test_corpus_of_empty_files(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(
-        UserError, match=r"no training text \(skipped: no rows at all; held out: 0 documents\)"
-    ):
+    with pytest.raises(UserError, match=r"no training text \(skipped: no rows at all; held out: 0 documents\)"):
         run([tmp_path / "a.jsonl"], tmp_path / "set")
 
 
@@ -469,9 +459,7 @@ def test_tokenizer_of_a_set_must_be_the_original(corpus, tmp_path):
     run([corpus], tmp_path / "set", tokenizer="train:300")
     file = tmp_path / "set" / "tokenizer.json"
     file.write_bytes(file.read_bytes() + b"\n")
-    with pytest.raises(
-        UserError, match="not the tokenizer that the data set was made with; put the original back"
-    ):
+    with pytest.raises(UserError, match="not the tokenizer that the data set was made with; put the original back"):
         dataset_tokenizer(tmp_path / "set")
     file.unlink()
     with pytest.raises(UserError, match=r"tokenizer\.json: missing; copy the tokenizer\.json"):

@@ -61,9 +61,7 @@ def test_parquet_shards_with_other_columns(tmp_path):
     """Shards that differ in every other column, one of them unreadable as a table together with the rest."""
     pq.write_table(pa.table({"text": ["a"]}), tmp_path / "0.parquet")
     pq.write_table(pa.table({"meta": [{"url": "u", "n": 1}], "text": ["b"]}), tmp_path / "1.parquet")
-    pq.write_table(
-        pa.table({"text": pa.array(["c"], pa.large_string()), "meta": [7]}), tmp_path / "2.parquet"
-    )
+    pq.write_table(pa.table({"text": pa.array(["c"], pa.large_string()), "meta": [7]}), tmp_path / "2.parquet")
     assert [read(path) for path in paths(tmp_path)] == [["a"], ["b"], ["c"]]
 
 
@@ -96,17 +94,13 @@ def test_truncated_parquet_names_the_file(keep, tmp_path):
 def test_parquet_damaged_inside(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [random.Random(i).randbytes(100).hex() for i in range(1000)]
-    pq.write_table(
-        pa.table({"text": rows}), path, row_group_size=100, use_dictionary=False, write_page_checksum=True
-    )
+    pq.write_table(pa.table({"text": rows}), path, row_group_size=100, use_dictionary=False, write_page_checksum=True)
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     content[middle : middle + 2000] = bytes(2000)
     path.write_bytes(content)
     documents = read_documents(str(path), "text")
-    with pytest.raises(
-        CorruptFileError, match=r"a\.parquet: truncated or damaged parquet file, after row \d00: "
-    ):
+    with pytest.raises(CorruptFileError, match=r"a\.parquet: truncated or damaged parquet file, after row \d00: "):
         list(documents)
 
 
@@ -218,10 +212,7 @@ def test_text_that_is_not_utf8(tmp_path):
 
 
 def test_kinds():
-    kinds = {
-        name: file_kind(name)
-        for name in ("x/a.PARQUET", "a.b.jsonl.zst", "a.txt.gz", "a.gz", "a.bin", "README")
-    }
+    kinds = {name: file_kind(name) for name in ("x/a.PARQUET", "a.b.jsonl.zst", "a.txt.gz", "a.gz", "a.bin", "README")}
     assert list(kinds.values()) == ["parquet", "jsonl", "text", None, None, None]
 
 
@@ -302,9 +293,7 @@ def test_protocol_without_its_package(monkeypatch):
     monkeypatch.setattr("orthros_jax.data.readers.url_to_fs", missing)
     with pytest.raises(UserError) as error:
         resolve_inputs(["gs://bucket/a.parquet"])
-    assert str(error.value) == (
-        "gs://bucket/a.parquet: reading gs:// needs the package gcsfs: pip install gcsfs"
-    )
+    assert str(error.value) == ("gs://bucket/a.parquet: reading gs:// needs the package gcsfs: pip install gcsfs")
 
 
 def test_unknown_protocol():

@@ -90,9 +90,7 @@ def test_training_is_deterministic_across_processes(trained):
         "from orthros_jax.data.tokenizer import train_bpe;"
         f"print(hashlib.sha256(train_bpe({TEXTS!r} * 4, 300)).hexdigest())"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip() == hashlib.sha256(trained).hexdigest()
 
 
@@ -165,8 +163,7 @@ def test_missing_tokenizer(tmp_path):
     with pytest.raises(UserError) as error:
         read_tokenizer(f"{tmp_path}/none.json")
     assert str(error.value) == (
-        f"{tmp_path}/none.json: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a "
-        "new one"
+        f"{tmp_path}/none.json: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a new one"
     )
 
 

@@ -55,9 +55,7 @@ class Case:
         return dict(zip(NAMES, (*values, *grads), strict=True))
 
 
-def make_case(
-    *, T, W, B=2, P=None, N=2, K=2, H=8, segments=None, out_index=None, out_window=None, seed=0
-) -> Case:
+def make_case(*, T, W, B=2, P=None, N=2, K=2, H=8, segments=None, out_index=None, out_window=None, seed=0) -> Case:
     """Random inputs; `segments` lists the (id, length) of each of the B sequences, padded with id 0."""
     rng = np.random.default_rng(seed)
 

@@ -44,12 +44,8 @@ CASES = {
 }  # fmt: skip
 
 RULE_CASES = {
-    "packed": make_case(
-        T=200, W=16, N=4, K=1, H=64, segments=[[(1, 1), (2, 90), (3, 100)], [(1, 199), (2, 1)]]
-    ),
-    "output rows": make_case(
-        B=1, T=150, W=100, P=70, H=64, out_index=[[*range(0, 130, 2), 149, 149, -1, -1, -1]]
-    ),
+    "packed": make_case(T=200, W=16, N=4, K=1, H=64, segments=[[(1, 1), (2, 90), (3, 100)], [(1, 199), (2, 1)]]),
+    "output rows": make_case(B=1, T=150, W=100, P=70, H=64, out_index=[[*range(0, 130, 2), 149, 149, -1, -1, -1]]),
 }
 
 
@@ -184,9 +180,7 @@ def test_reference_gradient_by_finite_differences():
 
     def loss(arrays):
         values = reference.dual_stream_attention(*arrays, **case.mask)
-        return sum(
-            np.sum(value * cotangent) for value, cotangent in zip(values, case.cotangents, strict=True)
-        )
+        return sum(np.sum(value * cotangent) for value, cotangent in zip(values, case.cotangents, strict=True))
 
     grads = reference.dual_stream_attention_grad(*arrays, *case.cotangents, **case.mask)
     for array, grad in zip(arrays, grads, strict=True):

@@ -56,10 +56,7 @@ def test_forced_backend_never_falls_back():
     q = _array(1, 8, 2, 16)
     with pytest.raises(NotImplementedError) as error:
         _trace(dual_stream_attention, q, q, q, q, window=3, impl="cudnn")
-    assert (
-        str(error.value).splitlines()[0]
-        == f"dual_stream_attention: impl='cudnn' is not possible here: {NO_GPU}"
-    )
+    assert str(error.value).splitlines()[0] == f"dual_stream_attention: impl='cudnn' is not possible here: {NO_GPU}"
 
 
 def _pretend_gpu(monkeypatch, capability="9.0"):
@@ -144,16 +141,12 @@ def test_cudnn_lowers_to_two_causal_calls_with_the_window(monkeypatch):
         return sum(jnp.sum(x.astype(jnp.float32)) for x in cudnn.attention(streams, k, v, None, 0.125))
 
     q, k = _array(2, 512, 8, 64), _array(2, 512, 2, 64)
-    lowered = (
-        jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(q, q, k, k).lower(lowering_platforms=("cuda",))
-    )
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(q, q, k, k).lower(lowering_platforms=("cuda",))
     text = lowered.as_text().replace("\\22", '"')
     assert text.count("@__cudnn$fmhaSoftmaxBackward(") == text.count("@__cudnn$fmhaSoftmax(") == 2
     assert text.count('"mask_type": "CAUSAL"') == 4
     assert text.count('"sliding_window_length": 128') == text.count('"sliding_window_length": 0') == 2
-    assert (
-        sum("stablehlo.add" in line and "tensor<2x512x2x64xf32>" in line for line in text.splitlines()) == 2
-    )
+    assert sum("stablehlo.add" in line and "tensor<2x512x2x64xf32>" in line for line in text.splitlines()) == 2
 
 
 Q, K = _array(2, 8, 4, 16), _array(2, 8, 2, 16)

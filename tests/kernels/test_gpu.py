@@ -24,12 +24,8 @@ WHOLE = {
     "window beyond T, output window": make_case(T=256, W=1000, out_window=129, N=2, K=1, H=128),
 }
 PACKED = {
-    "packed, padded": make_case(
-        T=600, W=128, N=4, K=2, H=64, segments=[[(1, 1), (2, 300), (3, 250)], [(1, 600)]]
-    ),
-    "output rows": make_case(
-        T=300, W=100, P=7, N=2, K=2, H=128, out_index=[[0, 5, 5, 128, 256, 299, -1], [1] * 7]
-    ),
+    "packed, padded": make_case(T=600, W=128, N=4, K=2, H=64, segments=[[(1, 1), (2, 300), (3, 250)], [(1, 600)]]),
+    "output rows": make_case(T=300, W=100, P=7, N=2, K=2, H=128, out_index=[[0, 5, 5, 128, 256, 299, -1], [1] * 7]),
 }
 
 

@@ -48,8 +48,6 @@ def test_without_segments(window):
 
 
 def test_blind_rows_have_an_empty_range():
-    found = key_ranges(
-        4, window=2, segment_ids=jnp.asarray([[1, 1, 0, 0]]), out_index=jnp.asarray([[1, 2, -1, 9]])
-    )
+    found = key_ranges(4, window=2, segment_ids=jnp.asarray([[1, 1, 0, 0]]), out_index=jnp.asarray([[1, 2, -1, 9]]))
     np.testing.assert_array_equal(found.start, [[0, 0, 0, 0]])
     np.testing.assert_array_equal(found.end, [[2, 0, 0, 0]])

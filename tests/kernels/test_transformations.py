@@ -45,9 +45,7 @@ def test_keys_outside_the_window_and_the_document_are_not_visited(impl):
     k = v = jnp.ones((1, 640, 1, 8)).at[:, :128].set(jnp.nan)
     q = jnp.ones((1, 640, 1, 8))
     segment_ids = jnp.repeat(jnp.asarray([[1, 2]]), jnp.asarray([256, 384]), axis=1, total_repeat_length=640)
-    o_ctx, o_out = jax.jit(partial(dual_stream_attention, window=64, impl=impl))(
-        q, q, k, v, segment_ids=segment_ids
-    )
+    o_ctx, o_out = jax.jit(partial(dual_stream_attention, window=64, impl=impl))(q, q, k, v, segment_ids=segment_ids)
     assert np.isnan(o_ctx[0, :128]).all()
     assert np.isnan(o_out[0, :256]).all()
     np.testing.assert_allclose(o_ctx[0, 256:], 1.0, rtol=1e-6)
@@ -62,13 +60,9 @@ def test_shard_map_over_batch_and_heads(impl, check_vma):
     heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
 
     def attention(q_ctx, q_out, k, v, segment_ids):
-        return dual_stream_attention(
-            q_ctx, q_out, k, v, window=case.window, segment_ids=segment_ids, impl=impl
-        )
+        return dual_stream_attention(q_ctx, q_out, k, v, window=case.window, segment_ids=segment_ids, impl=impl)
 
-    sharded = jax.shard_map(
-        attention, mesh=mesh, in_specs=(*[heads] * 4, rows), out_specs=heads, check_vma=check_vma
-    )
+    sharded = jax.shard_map(attention, mesh=mesh, in_specs=(*[heads] * 4, rows), out_specs=heads, check_vma=check_vma)
     single = run(partial(dual_stream_attention, impl=impl, **case.mask), case, jnp.float32)
     segment_ids = jnp.asarray(case.segment_ids)
     split = run(lambda q, p, k, v: sharded(q, p, k, v, segment_ids), case, jnp.float32)

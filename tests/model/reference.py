@@ -36,9 +36,7 @@ def logits(params, config, tokens, segment_ids, out_rows, positions=None, cast=l
         context, output = _layer(layer, config, context, output, rows, segment_ids, positions, is_last, cast)
     head = embedding.T if config.tie_embeddings else stored["head"]["kernel"]
     scores = np.full((len(out_rows), head.shape[1]), np.nan)
-    scores[np.array(out_rows) >= 0] = (
-        cast(_rms_norm(output, stored["final_norm"]["scale"], config.norm_eps)) @ head
-    )
+    scores[np.array(out_rows) >= 0] = cast(_rms_norm(output, stored["final_norm"]["scale"], config.norm_eps)) @ head
     return scores
 
 
@@ -128,9 +126,7 @@ def _attend(q, rows, key, value, window, segment_ids):
     for p, t in enumerate(rows):
         if segment_ids[t] == 0:
             continue
-        seen = [
-            j for j in range(t + 1) if segment_ids[j] == segment_ids[t] and (window is None or t - window < j)
-        ]
+        seen = [j for j in range(t + 1) if segment_ids[j] == segment_ids[t] and (window is None or t - window < j)]
         for n in range(q.shape[1]):
             scores = key[seen, n // group] @ q[p, n] / math.sqrt(q.shape[2])
             weights = np.exp(scores - scores.max())

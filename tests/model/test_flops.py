@@ -30,9 +30,7 @@ def test_eight_rows_with_a_window_of_four_see_26_keys():
 
 def test_attention_counts_heads_times_head_size():
     """Width 2560 with 32 heads of 128: a pair costs 4 x 4096 operations a layer, not 4 x 2560."""
-    config = ModelConfig(
-        kind="transformer", num_layers=1, model_dim=2560, num_heads=32, num_kv_heads=8, head_dim=128
-    )
+    config = ModelConfig(kind="transformer", num_layers=1, model_dim=2560, num_heads=32, num_kv_heads=8, head_dim=128)
     flops = forward_flops(config)
     assert flops.output_pair == 4 * 4096
     assert flops.context_pair == 0
@@ -103,9 +101,7 @@ def test_visible_pairs_of_packed_rows(kind, output_window):
         layout = streams.Layout(rows, positions, rows, index)
         context, output = visible_pairs(config, layout)
         assert context == sum(count(row, t, context_window) for row in segments for t in range(18))
-        assert output == sum(
-            count(row, t, out_window) for row, ts in zip(segments, chosen, strict=True) for t in ts
-        )
+        assert output == sum(count(row, t, out_window) for row, ts in zip(segments, chosen, strict=True) for t in ts)
 
 
 def test_pairs_without_segments_and_in_prefill():

@@ -159,9 +159,7 @@ def test_loss_of_one_document_has_no_gradient_in_another_nor_in_padding(kind, im
 
     def loss(params, weights):
         merged = nnx.merge(model, params)
-        return cross_entropy(
-            merged(layout), merged.head_kernel(), streams.Targets(targets.labels, weights)
-        ).objective
+        return cross_entropy(merged(layout), merged.head_kernel(), streams.Targets(targets.labels, weights)).objective
 
     gradient = fast_jit(jax.grad(loss))
     row = np.arange(27)

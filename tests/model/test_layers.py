@@ -23,8 +23,7 @@ def test_rotation_at_long_positions_errs_no_more_than_at_short_ones(base):
     rotated = apply_rope(x, rope_table(jnp.asarray(positions), config))
     assert rotated.dtype == jnp.bfloat16
     error = [
-        np.asarray(rotated[0, i], np.float64)
-        - reference.rotate(np.asarray(x[0, i], np.float64), position, config)
+        np.asarray(rotated[0, i], np.float64) - reference.rotate(np.asarray(x[0, i], np.float64), position, config)
         for i, position in enumerate(positions[0])
     ]
     rms = [np.sqrt((e**2).mean()) for e in error]

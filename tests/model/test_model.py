@@ -62,10 +62,7 @@ def _layout(config, out_index=None):
 def _expected(params, config, out_rows, cast=lambda x: x):
     tokens = _tokens(config)
     return np.stack(
-        [
-            reference.logits(params, config, tokens[b], _SEGMENTS[b], out_rows[b], cast=cast)
-            for b in range(len(tokens))
-        ]
+        [reference.logits(params, config, tokens[b], _SEGMENTS[b], out_rows[b], cast=cast) for b in range(len(tokens))]
     )
 
 

@@ -19,9 +19,7 @@ T = 64
 @functools.cache
 def _loss_and_gradient(remat):
     """Loss, gradient and operations, counted by the compiler, of a model whose cost is attention."""
-    config = small_config(
-        remat=remat, num_layers=2, model_dim=16, num_heads=8, num_kv_heads=8, head_dim=64, window=16
-    )
+    config = small_config(remat=remat, num_layers=2, model_dim=16, num_heads=8, num_kv_heads=8, head_dim=64, window=16)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, T + 1))
     layout, targets = streams.pretraining(jnp.asarray(tokens, jnp.int32))
 
@@ -42,9 +40,7 @@ def test_every_policy_gives_the_same_loss_and_gradient(remat):
     value, gradient, _ = _loss_and_gradient(remat)
     expected, expected_gradient, _ = _loss_and_gradient("none")
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient, expected_gradient
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient, expected_gradient)
 
 
 def test_each_policy_recomputes_what_it_does_not_keep():

@@ -298,9 +298,7 @@ def test_damaged_step_is_skipped_and_can_be_saved_again(tmp_path, mesh, damage, 
     assert step_folders(tmp_path) == [1, 2, 3]  # reading changes nothing
 
     assert checkpoints.save(3, make_state(3, mesh), {"samples": 24}, wait=True)
-    assert lines[1:] == [
-        f"renamed the damaged checkpoint {tmp_path / '3'} to 3.damaged; delete it to free the space"
-    ]
+    assert lines[1:] == [f"renamed the damaged checkpoint {tmp_path / '3'} to 3.damaged; delete it to free the space"]
     assert step_folders(tmp_path) == [2, 3]
     checkpoints.close()
     step, state, _ = restore(open_checkpoints(tmp_path)[0], abstract(make_state(0, mesh)))
@@ -389,9 +387,7 @@ def test_misfit_is_an_error_that_names_the_leaf(tmp_path, mesh):
         checkpoints, lines = open_checkpoints(tmp_path)
         with pytest.raises(UserError) as caught:
             checkpoints.restore(wrong)
-        assert (
-            str(caught.value) == f"checkpoint {tmp_path / '7'} does not fit these settings: {message}{ending}"
-        )
+        assert str(caught.value) == f"checkpoint {tmp_path / '7'} does not fit these settings: {message}{ending}"
         assert lines == []
 
 
@@ -401,9 +397,7 @@ def small_disk(tmp_path):
         pytest.skip("mounting a small disk needs Linux and root")
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True
-    ).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("this container may not mount a small disk")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
@@ -456,9 +450,7 @@ def test_disk_full_from_the_start(small_disk):
 def test_folder_that_cannot_be_made(tmp_path, mesh):
     (tmp_path / "file").write_text("")
     checkpoints, _ = open_checkpoints(tmp_path / "file" / "checkpoints")
-    with pytest.raises(
-        UserError, match=r"cannot save step 1 in .*: Not a directory; no earlier checkpoint exists"
-    ):
+    with pytest.raises(UserError, match=r"cannot save step 1 in .*: Not a directory; no earlier checkpoint exists"):
         checkpoints.save(1, make_state(1, mesh), {}, wait=True)
 
 

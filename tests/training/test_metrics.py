@@ -40,9 +40,7 @@ def test_one_json_object_a_line(tmp_path):
     writer = MetricsWriter(PLAIN, tmp_path / "a" / "run", 0)
     writer.write(1, {"loss": jnp.float32(2.5), "tokens": np.int64(2**40), "skipped_steps": 0, "note": "ä"})
     # On disk at once: a kill loses nothing that was written.
-    assert lines(tmp_path / "a" / "run") == [
-        {"step": 1, "loss": 2.5, "tokens": 2**40, "skipped_steps": 0, "note": "ä"}
-    ]
+    assert lines(tmp_path / "a" / "run") == [{"step": 1, "loss": 2.5, "tokens": 2**40, "skipped_steps": 0, "note": "ä"}]
     writer.close()
 
 
@@ -72,9 +70,7 @@ def test_new_run_in_an_old_folder_starts_empty(tmp_path):
     assert steps(tmp_path) == [1]
 
 
-@pytest.mark.parametrize(
-    "tail", ['{"step": 3, "lo', '{"step": 3', "\0\0\0", '{"step": 3, "loss": 0.3}', "7\n", "{}\n"]
-)
+@pytest.mark.parametrize("tail", ['{"step": 3, "lo', '{"step": 3', "\0\0\0", '{"step": 3, "loss": 0.3}', "7\n", "{}\n"])
 def test_torn_last_line(tmp_path, tail):
     write(tmp_path, [1, 2])
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -177,9 +173,7 @@ def test_wandb_without_network_goes_offline(tmp_path, monkeypatch, capsys):
     write(tmp_path, [1], config=MetricsConfig(tensorboard=False, wandb="online"))
     assert [o["mode"] for o in wandb.started] == ["online", "offline"]
     assert wandb.logged == [(1, {"loss": 1.0})]
-    assert capsys.readouterr().err == (
-        "Weights & Biases cannot be reached, going on offline: no route to host\n"
-    )
+    assert capsys.readouterr().err == ("Weights & Biases cannot be reached, going on offline: no route to host\n")
 
 
 def test_wandb_that_fails_later_does_not_end_the_run(tmp_path, monkeypatch, capsys):
@@ -196,8 +190,7 @@ def test_wandb_absent(tmp_path, monkeypatch):
     with pytest.raises(UserError) as caught:
         MetricsWriter(MetricsConfig(wandb="offline"), tmp_path / "run", 0)
     assert str(caught.value) == (
-        "metrics.wandb is offline, but wandb is not installed; run `pip install wandb` "
-        "or set metrics.wandb to off"
+        "metrics.wandb is offline, but wandb is not installed; run `pip install wandb` or set metrics.wandb to off"
     )
     assert not (tmp_path / "run").exists()
 

@@ -59,9 +59,7 @@ def test_schedule_is_exact_far_into_a_long_run():
     config = OptimizerConfig(schedule="cosine", learning_rate=4e-4, warmup_steps=477)
     schedule = learning_rate_schedule(config, 47_684)
     for step in (0, 476, 477, 478, 20_000, 47_683, 47_684, 60_000):
-        expected = reference_rate(
-            "cosine", step, peak=4e-4, final_ratio=0.1, warmup=477, length=47_684, decay=0
-        )
+        expected = reference_rate("cosine", step, peak=4e-4, final_ratio=0.1, warmup=477, length=47_684, decay=0)
         assert float(schedule(step)) == pytest.approx(expected, rel=1e-5), step
 
 
@@ -100,9 +98,7 @@ def test_zero_gradients_shrink_what_decays_and_nothing_else():
     params = parameters()
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5), lambda step: jnp.float32(0.1), params)
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    for (path, value), update in zip(
-        jax.tree.leaves_with_path(params), jax.tree.leaves(updates), strict=True
-    ):
+    for (path, value), update in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(updates), strict=True):
         decay = 0.05 if path[-1].key in ("embedding", "query") else 0.0
         np.testing.assert_allclose(update, -decay * np.asarray(value), rtol=1e-6)
 
@@ -156,15 +152,11 @@ def test_moments_are_float32_for_bfloat16_parameters():
 
 def test_second_moment_keeps_small_additions():
     params = {"w": jnp.ones((1,), jnp.bfloat16)}
-    optimizer = make_optimizer(
-        OptimizerConfig(beta2=0.999, clip_norm=0.0), lambda step: jnp.float32(0), params
-    )
+    optimizer = make_optimizer(OptimizerConfig(beta2=0.999, clip_norm=0.0), lambda step: jnp.float32(0), params)
     state = optimizer.init(params)
     for _ in range(400):
         _, state = optimizer.update({"w": jnp.ones((1,), jnp.bfloat16)}, state, params)
-    (second,) = [
-        leaf for path, leaf in jax.tree.leaves_with_path(state) if ".nu" in jax.tree_util.keystr(path)
-    ]
+    (second,) = [leaf for path, leaf in jax.tree.leaves_with_path(state) if ".nu" in jax.tree_util.keystr(path)]
     assert float(second[0]) == pytest.approx(1 - 0.999**400, rel=1e-4)
 
 

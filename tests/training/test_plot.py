@@ -89,8 +89,7 @@ def test_missing_run(tmp_path):
     with pytest.raises(UserError) as caught:
         plot.main([str(tmp_path / "absent"), "--output", str(tmp_path / "x.png")])
     assert str(caught.value) == (
-        f"{tmp_path / 'absent'} is not a run: {tmp_path / 'absent'} does not exist; "
-        "give the run_dir of a training run"
+        f"{tmp_path / 'absent'} is not a run: {tmp_path / 'absent'} does not exist; give the run_dir of a training run"
     )
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"empty is not a run: .*metrics\.jsonl does not exist"):
@@ -104,9 +103,7 @@ def test_run_without_losses(tmp_path, text):
     file.write_text(text)
     with pytest.raises(UserError) as caught:
         plot.draw([str(tmp_path)], tmp_path / "x.png")
-    assert str(caught.value) == (
-        f"{file} holds no training loss yet; wait for the run's first report or leave it out"
-    )
+    assert str(caught.value) == (f"{file} holds no training loss yet; wait for the run's first report or leave it out")
 
 
 @pytest.mark.parametrize("name", ["absent/x.png", "x.unknown"])

@@ -203,8 +203,6 @@ def test_the_search_for_large_arrays_finds_dense_logits():
 
     shapes = ((B, length, 16), jnp.float32), ((16, vocabulary), jnp.float32), ((B, length), jnp.int32)
     compiled = (
-        jax.jit(jax.value_and_grad(loss, (0, 1)))
-        .lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
-        .compile()
+        jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*(jax.ShapeDtypeStruct(*shape) for shape in shapes)).compile()
     )
     assert _largest_array(compiled) >= B * length * vocabulary
