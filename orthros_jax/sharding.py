@@ -78,8 +78,8 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
         nearest = f"{lower} or {upper}" if lower else f"{upper}"
         raise ConfigError(
             "training.batch_size",
-            f"{batch} is not a multiple of {shards} batch shards (mesh.data x mesh.fsdp) x {config.training.accumulation} "
-            f"accumulation steps; the nearest that work: {nearest}",
+            f"{batch} is not a multiple of {shards} batch shards (mesh.data x mesh.fsdp) x "
+            f"{config.training.accumulation} accumulation steps; the nearest that work: {nearest}",
         )
     model, tensor, fsdp = config.model, mesh.shape["tensor"], mesh.shape["fsdp"]
     for key, axis, size in (

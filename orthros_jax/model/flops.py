@@ -2,8 +2,8 @@
 
 A multiply-add is two operations. Matrix products count every row that the layout computes: both streams, the last
 layer's context rows for their keys and values alone. Attention counts the (query, key) pairs that are visible, so the
-window, causality and document boundaries of a batch are counted as they are; 4 H operations a pair and head. Element-wise
-work, the embedding lookup and recomputation are not counted. A training step is three forward passes.
+window, causality and document boundaries of a batch are counted as they are; 4 H operations a pair and head.
+Element-wise work, the embedding lookup and recomputation are not counted. A training step is three forward passes.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,8 @@ def opening(config: Config, *, params, mesh, train, heldout, documents: float, s
     window = "" if model.kind == "transformer" else f", window {model.window}"
     epochs = training.steps * training.batch_size / windows
     lines = [
-        f"Model    {_KIND_NAMES[model.kind]}, {size:,} parameters, {model.num_layers} layers of {model.model_dim}{window}",
+        f"Model    {_KIND_NAMES[model.kind]}, {size:,} parameters, "
+        f"{model.num_layers} layers of {model.model_dim}{window}",
         f"Data     {sum(d.tokens for d in train):,} training tokens, {sum(d.tokens for d in heldout):,} held out; "
         f"windows of {length}, {documents:.2f} documents in each",
         f"Devices  {axes} {mesh.devices.flat[0].device_kind}",
@@ -65,7 +66,11 @@ def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
 def closing(
     run_dir: str, command: str, *, steps: int, eval_loss: float | None, eval_bits_per_byte: float | None
 ) -> str:
-    """Result, and the commands that lead on. A run that was once asked for more has more `steps` than it asks for now."""
+    """Result, and the commands that lead on.
+
+    Args:
+      steps: steps made; more than this start asks for where an earlier one asked for more.
+    """
     lines = [f"Complete: {steps:,} steps in {run_dir}."]
     if eval_loss is not None:
         bits = "" if eval_bits_per_byte is None else f", {eval_bits_per_byte:.3f} bits per byte"

@@ -20,8 +20,8 @@ def data_identity(datasets: Sequence[TokenDataset]) -> list[list]:
 def keep_from_first_start(config: Config, saved: dict | None) -> Config:
     """The settings of this start, with the schedule's length of the first.
 
-    A schedule that follows `training.steps` would stretch when a run is asked for more steps, and the learning rate would
-    jump; so its length is settled at the first start and kept.
+    A schedule that follows `training.steps` would stretch when a run is asked for more steps, and the learning rate
+    would jump; so its length is settled at the first start and kept.
 
     Args:
       saved: metadata of the newest checkpoint, with "config" and "data", or None for a new run.

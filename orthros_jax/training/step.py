@@ -27,8 +27,8 @@ class TrainState:
 
     Attributes:
       step: optimizer steps made, int32.
-      samples: windows read, int32: the data cursor. It moves on where a step is skipped, and counts the same whatever the
-        batch size or number of hosts.
+      samples: windows read, int32: the data cursor. It moves on where a step is skipped, and counts the same whatever
+        the batch size or number of hosts.
       skipped: steps skipped for a non-finite loss or gradient, int32.
       skipped_in_a_row: the same since the last good step, int32.
       params: nested dictionary of parameters.
@@ -46,7 +46,7 @@ class TrainState:
 
 
 class StepMetrics(NamedTuple):
-    """What one step reports; scalars on the device.
+    """What one step reports: scalars on the device, or numbers once the host has read them.
 
     Attributes:
       cross_entropy, weight: sums over the step's predicted tokens; their ratio is the loss in nats.
@@ -57,17 +57,17 @@ class StepMetrics(NamedTuple):
       step, samples, skipped, skipped_in_a_row: the state's counters after the step.
     """
 
-    cross_entropy: jax.Array
-    weight: jax.Array
-    grad_norm: jax.Array
-    learning_rate: jax.Array
-    context_pairs: jax.Array
-    output_pairs: jax.Array
-    documents: jax.Array
-    step: jax.Array
-    samples: jax.Array
-    skipped: jax.Array
-    skipped_in_a_row: jax.Array
+    cross_entropy: Any
+    weight: Any
+    grad_norm: Any
+    learning_rate: Any
+    context_pairs: Any
+    output_pairs: Any
+    documents: Any
+    step: Any
+    samples: Any
+    skipped: Any
+    skipped_in_a_row: Any
 
 
 class Program(NamedTuple):

@@ -178,7 +178,8 @@ class _Interval:
     """Sums between two reports."""
 
     def __init__(self):
-        self.steps, self.seconds, self.data_wait, self.flops, self.documents = 0, 0.0, 0.0, 0.0, 0.0
+        self.steps = 0
+        self.seconds = self.data_wait = self.flops = self.documents = 0.0
 
 
 class _Run:
@@ -233,7 +234,8 @@ class _Run:
         if self.stop.requested:
             kept = f"the state is saved in {self.config.run_dir}" if self.step else "there is nothing to save yet"
             self.progress.message(
-                f"Stopped by {self.stop.signal_name} after step {self.step:,}: {kept}; the same command goes on from there."
+                f"Stopped by {self.stop.signal_name} after step {self.step:,}: {kept}; "
+                "the same command goes on from there."
             )
         return not self.stop.requested
 
@@ -331,15 +333,16 @@ class _Run:
         self.step -= 1
         cause = f"loss {loss:.4g}, gradient norm {metrics.grad_norm:.4g}"
         self.progress.message(
-            f"Step {metrics.step + 1:,} skipped: {cause} ({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
+            f"Step {metrics.step + 1:,} skipped: {cause} "
+            f"({metrics.skipped_in_a_row} in a row, {metrics.skipped} in all)"
         )
         if metrics.skipped_in_a_row >= self.config.training.max_skipped_steps:
             self.checkpoints.wait()
             newest = self.checkpoints.newest_step
             kept = "no checkpoint was saved" if newest is None else f"the newest checkpoint is step {newest:,}"
             raise Diverged(
-                f"step {metrics.step + 1:,} was not finite {metrics.skipped_in_a_row} times in a row ({cause}); {kept}. "
-                "Lower optimizer.learning_rate or look at the data"
+                f"step {metrics.step + 1:,} was not finite {metrics.skipped_in_a_row} times in a row ({cause}); "
+                f"{kept}. Lower optimizer.learning_rate or look at the data"
             )
 
     # Evaluation, saving, sampling
@@ -395,13 +398,13 @@ class _Run:
         tokenizer = dataset_tokenizer(self.config.data.paths[0])
         (prompt,) = tokenizer.encode_batch([settings.sample_prompt])
         if read_index(self.config.data.paths[0])["bos"]:
-            prompt = np.concatenate([[tokenizer.bos_id], prompt])
+            prompt = np.asarray([tokenizer.bos_id, *prompt])
         params = self.state.params if self.state.ema is None else self.state.ema
         copies = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         ids = sample_continuation(self.program.graph, params, prompt, settings.sample_tokens, copies=copies)
         if tokenizer.eos_id in ids:
             ids = ids[: list(ids).index(tokenizer.eos_id)]
-        self.progress.message(f"Sample:\n{settings.sample_prompt}{tokenizer.decode(ids)}\n")
+        self.progress.message(f"Sample:\n{settings.sample_prompt}{tokenizer.decode(ids.tolist())}\n")
 
     # Devices
 
@@ -410,7 +413,7 @@ class _Run:
         self.watchdog.at("compiling")
         size = (batch_size or self.config.training.batch_size, self.config.data.sequence_length + 1)
         rows = jax.ShapeDtypeStruct(size, np.int32, sharding=batch_sharding(self.mesh))
-        batch: Batch = {"tokens": rows, "segment_ids": rows}
+        batch = {"tokens": rows, "segment_ids": rows}
         return function.lower(state, batch).compile()
 
     def _to_devices(self, batch: dict[str, np.ndarray]) -> Batch:
