@@ -16,9 +16,9 @@ from orthros_jax.model.attention import KINDS
 from orthros_jax.streams import Layout, duplicate
 
 DEFINITION = (
-    "MFU = model operations / (step time x devices x peak). Operations: 2 per multiply-add of the matrix products of "
-    "both streams' rows and 4 x head size per visible (query, key) pair and head, window and documents included; "
-    "backward twice the forward; recomputation, element-wise work and the embedding lookup are not counted."
+    "model operations / (step time x devices x peak): 2 per multiply-add of the matrix products of both streams,\n"
+    "         4 x head size per visible (query, key) pair and head, window and documents included; backward counts\n"
+    "         twice; recomputation, element-wise work and the embedding lookup do not count"
 )
 
 

@@ -1,6 +1,7 @@
 """The words around a run: what it is at the start, what came out and what to do next at the end."""
 
 import math
+import re
 
 import jax
 
@@ -53,9 +54,10 @@ def opening(config: Config, *, params, mesh, train, heldout, documents: float, s
 
 def mfu_definition(peak_flops: float | None) -> str:
     """What MFU means here and the peak it refers to."""
-    if peak_flops is None:
-        return f"{DEFINITION}\nNo peak is known for this device: mfu is null (set metrics.peak_tflops to have it)."
-    return f"{DEFINITION}\nPeak of one device: {peak_flops / 1e12:.0f} TFLOP/s."
+    peak = "not known, so mfu is null; metrics.peak_tflops sets it"
+    if peak_flops is not None:
+        peak = f"{peak_flops / 1e12:.0f} TFLOP/s"
+    return f"MFU      {DEFINITION}\n         peak of this device: {peak}"
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
@@ -77,9 +79,13 @@ def closing(
         lines.append(f"Held-out loss {eval_loss:.4f} nats per token{bits}.")
     lines += [
         "Next:",
-        f"  go on      {command} --training.steps {2 * steps}",
+        f"  go on      {_without_steps(command)} --training.steps {2 * steps}",
         f"             (from step {steps:,}; the learning rate stays at its final value once its schedule has ended)",
         "  anew       give another --run_dir, with --training.steps for a longer schedule",
         f"  plot       python -m orthros_jax plot {run_dir}",
     ]
     return "\n".join(lines)
+
+
+def _without_steps(command: str) -> str:
+    return re.sub(r" --training\.steps[= ]\S+", "", command)

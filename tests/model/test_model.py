@@ -1,5 +1,6 @@
 """Logits of every kind of model against the float64 reference."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from orthros_jax import streams
 
 from . import reference
-from .small import logits, random_params, small_config
+from .small import fast_jit, logits, random_params, small_config
 
 _CASES = {
     "scale_offset": {},
@@ -86,6 +87,36 @@ def test_logits_of_chosen_rows(case):
     chosen = out_rows >= 0
     expected = _expected(params, config, out_rows.tolist())
     np.testing.assert_allclose(np.asarray(actual)[chosen], expected[chosen], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["qk_norm", "transformer"])
+def test_gradient_of_every_parameter(case):
+    """Along a random direction of each parameter, against central differences of the float64 reference."""
+    config = small_config(**_CASES[case])
+    params, tokens = random_params(config), _tokens(config)
+    random = np.random.default_rng(5)
+    weigh = random.normal(size=(*_SEGMENTS.shape, config.vocab_size))
+
+    def objective(params):
+        return (logits(config, params, _layout(config))[0] * weigh[0]).sum()
+
+    gradient = fast_jit(jax.grad(objective))(params)
+
+    def exact(params):
+        scores = reference.logits(params, config, tokens[0], _SEGMENTS[0], list(range(22)))
+        return (scores * weigh[0]).sum()
+
+    leaves, tree = jax.tree.flatten(jax.tree.map(lambda x: np.asarray(x, np.float64), params))
+    for i, slope in enumerate(jax.tree.leaves(gradient)):
+        direction = random.normal(size=leaves[i].shape)
+        step = 1e-5 * direction
+        above, below = (
+            exact(jax.tree.unflatten(tree, [*leaves[:i], leaves[i] + sign * step, *leaves[i + 1 :]]))
+            for sign in (1, -1)
+        )
+        expected = (above - below) / 2e-5
+        assert abs(expected) > 1e-2
+        np.testing.assert_allclose((slope * direction).sum(), expected, rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("case", ["scale_offset", "qk_norm", "transformer"])
