@@ -61,10 +61,12 @@ def random_params(config: ModelConfig, seed: int = 0) -> dict:
 fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@functools.partial(fast_jit, static_argnums=0)
-def logits(config: ModelConfig, params: dict, layout: Layout) -> jax.Array:
+def compute_logits(config: ModelConfig, params: dict, layout: Layout) -> jax.Array:
     model = nnx.merge(graph_of(config), params)
     return model.logits(model(layout))
+
+
+logits = fast_jit(compute_logits, static_argnums=0)
 
 
 def backends() -> list[str]:
