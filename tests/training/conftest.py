@@ -5,7 +5,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from small_run import config_of, make_data, run
 
-_CACHE = {
+_FAST = {
+    "jax_disable_most_optimizations": True,
     "jax_persistent_cache_min_compile_time_secs": 0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
@@ -18,9 +19,9 @@ def cache_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compile_cache(cache_dir):
-    """Each program is compiled once for all runs: compiling is most of what a small run does."""
-    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", *_CACHE)}
-    for name, value in {"jax_compilation_cache_dir": str(cache_dir), **_CACHE}.items():
+    """Compiling is most of what a small run does: each program is compiled once, in a hurry."""
+    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", *_FAST)}
+    for name, value in {"jax_compilation_cache_dir": str(cache_dir), **_FAST}.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
     yield
