@@ -191,6 +191,7 @@ def single_device():
     return jax.device_get((state, after, metrics))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
 def test_a_step_is_the_same_on_every_mesh(axes, single_device):
     before, expected, expected_metrics = single_device

@@ -54,6 +54,6 @@ def test_each_policy_recomputes_what_it_does_not_keep():
     )
     half_attention = 3 * 2 * 8 * 64 * T * T
     projections = 10 * 2 * T * 16 * 8 * 64
-    assert dots - none == pytest.approx(half_attention, rel=0.1)
-    assert attention - dots == pytest.approx(projections, rel=0.1)
-    assert full - attention == pytest.approx(half_attention, rel=0.1)
+    assert dots - none == pytest.approx(half_attention, rel=0.25)
+    assert attention - dots == pytest.approx(projections, rel=0.25)
+    assert full - attention == pytest.approx(half_attention, rel=0.25)
