@@ -414,7 +414,13 @@ class _Run:
         size = (batch_size or self.config.training.batch_size, self.config.data.sequence_length + 1)
         rows = jax.ShapeDtypeStruct(size, np.int32, sharding=batch_sharding(self.mesh))
         batch = {"tokens": rows, "segment_ids": rows}
-        return function.lower(state, batch).compile()
+        try:
+            lowered = function.lower(state, batch)
+        except NotImplementedError as error:
+            if self.config.model.attention_impl == "auto":
+                raise
+            raise ConfigError("model.attention_impl", f"{error}; auto takes one that works") from error
+        return lowered.compile()
 
     def _to_devices(self, batch: dict[str, np.ndarray]) -> Batch:
         sharding = batch_sharding(self.mesh)
