@@ -20,7 +20,7 @@ def cache_dir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compile_cache(cache_dir):
     """Compiling is most of what a small run does: each program is compiled once, in a hurry."""
-    before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", *_FAST)}
+    before = {name: jax.config.values[name] for name in ("jax_compilation_cache_dir", *_FAST)}
     for name, value in {"jax_compilation_cache_dir": str(cache_dir), **_FAST}.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()

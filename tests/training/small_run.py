@@ -4,16 +4,18 @@ import contextlib
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from settings import make_config
 
 from orthros_jax.config import Config
+from orthros_jax.data.loader import training_batches
 from orthros_jax.data.prepare import prepare
 from orthros_jax.sharding import build_mesh, state_shardings
 from orthros_jax.training import trainer
@@ -119,6 +121,38 @@ def run(config: Config, devices: int = 1) -> Finished:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), on_devices(devices):
         code = trainer.train(config, command="train")
     return Finished(code, Path(config.run_dir), out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def poisoned(is_bad: Callable[[int], bool]) -> Iterator[None]:
+    """Puts token 259, which has a NaN embedding and which no text holds, into the batches that are bad.
+
+    Batches are numbered from the start of the run.
+    """
+
+    def make(config, schedule_steps):
+        program = make_program(config, schedule_steps)
+
+        def init(key):
+            state = program.init(key)
+            kernel = state.params["embedding"]["kernel"]
+            state.params["embedding"]["kernel"] = kernel.at[259].set(jnp.nan)
+            return state
+
+        return program._replace(init=init)
+
+    def batches(*arguments, start_sample, **keywords):
+        loaded = training_batches(*arguments, start_sample=start_sample, **keywords)
+        for number, batch in enumerate(loaded, start_sample // BATCH):
+            if is_bad(number):
+                batch["tokens"][2, 3] = 259
+            yield batch
+
+    with (
+        mock.patch.object(trainer, "make_program", make),
+        mock.patch.object(trainer, "training_batches", batches),
+    ):
+        yield
 
 
 def copy_run(run_dir: Path, to: Path, last_checkpoint: int | None = None) -> Path:

@@ -1,6 +1,5 @@
 """Whole runs: what they report, save and evaluate, and what they do about steps that are not finite."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -20,6 +19,7 @@ from small_run import (
     config_of,
     copy_run,
     metrics,
+    poisoned,
     run,
     saved_state,
 )
@@ -300,42 +300,10 @@ def test_the_mask_keeps_documents_apart(finished, data):
     np.testing.assert_allclose(sums.cross_entropy, masked.sum(), rtol=1e-5)
 
 
-# Steps that are not finite: token 259, which no text holds, has a NaN embedding.
-
-
-@contextlib.contextmanager
-def _poisoned(is_bad):
-    """Puts token 259 into one row of every batch whose number, from the run's start, is bad."""
-
-    def make(config, schedule_steps):
-        program = make_program(config, schedule_steps)
-
-        def init(key):
-            state = program.init(key)
-            kernel = state.params["embedding"]["kernel"]
-            state.params["embedding"]["kernel"] = kernel.at[259].set(jnp.nan)
-            return state
-
-        return program._replace(init=init)
-
-    def batches(*arguments, start_sample, **keywords):
-        loaded = training_batches(*arguments, start_sample=start_sample, **keywords)
-        for number, batch in enumerate(loaded, start_sample // BATCH):
-            if is_bad(number):
-                batch["tokens"][2, 3] = 259
-            yield batch
-
-    with (
-        mock.patch.object(trainer, "make_program", make),
-        mock.patch.object(trainer, "training_batches", batches),
-    ):
-        yield
-
-
 def test_steps_that_are_not_finite_are_skipped(data, tmp_path):
     """Batches 3 and 4 are bad, so step 4, at which a checkpoint is due, is made from batch 5."""
     config = config_of(tmp_path / "skipping", data, training__steps=8, evaluation__every=100)
-    with _poisoned(lambda number: number in (3, 4)):
+    with poisoned(lambda number: number in (3, 4)):
         skipping = run(config)
     assert skipping.code == 0
     assert "Step 4 skipped: loss nan, gradient norm nan (1 in a row, 1 in all)\n" in skipping.out
@@ -353,7 +321,7 @@ def test_steps_that_are_not_finite_are_skipped(data, tmp_path):
         return (batch for number, batch in enumerate(loaded) if number not in (3, 4))
 
     clean_config = config_of(tmp_path / "clean", data, training__steps=8, evaluation__every=100)
-    with _poisoned(lambda _: False), mock.patch.object(trainer, "training_batches", without):
+    with poisoned(lambda _: False), mock.patch.object(trainer, "training_batches", without):
         clean = run(clean_config)
     for name in ("loss", "grad_norm", "learning_rate"):
         assert [line[name] for line in lines] == [line[name] for line in clean.steps]
@@ -363,14 +331,14 @@ def test_steps_that_are_not_finite_are_skipped(data, tmp_path):
 
     # A kill after step 4 changes nothing: the cursor stands behind the bad batches.
     copy_run(skipping.run_dir, tmp_path / "killed", last_checkpoint=4)
-    with _poisoned(lambda number: number in (3, 4)):
+    with poisoned(lambda number: number in (3, 4)):
         killed = run(dataclasses.replace(config, run_dir=str(tmp_path / "killed")))
     assert killed.steps == lines
 
 
 def test_too_many_skipped_steps_end_the_run(data, tmp_path):
     config = config_of(tmp_path / "run", data, training__max_skipped_steps=3)
-    with _poisoned(lambda number: number >= 5):
+    with poisoned(lambda number: number >= 5):
         diverged = run(config)
     assert diverged.code == 1
     assert diverged.err.endswith(
@@ -389,7 +357,7 @@ def test_too_many_skipped_steps_end_the_run(data, tmp_path):
 
 def test_a_run_that_never_has_a_finite_step_saves_nothing(data, tmp_path):
     config = config_of(tmp_path / "run", data, training__max_skipped_steps=2)
-    with _poisoned(lambda _: True):
+    with poisoned(lambda _: True):
         diverged = run(config)
     assert diverged.code == 1
     assert diverged.err.endswith(
