@@ -32,6 +32,9 @@ from orthros_jax.errors import UserError
 # Orbax writes both when a step is complete; a folder without them was never committed.
 _COMMIT_MARKS = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
+# What a checkpoint takes besides its arrays, at most.
+_OVERHEAD_BYTES = 1 << 20
+
 
 def _is_not_raised_anyway(record: logging.LogRecord) -> bool:
     return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
@@ -123,6 +126,7 @@ class Checkpoints:
         arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), record=ocp.args.JsonSave(record))
         self._pending = step
         try:
+            self._require_space(arrays)
             if self._manager is None:
                 self._set_damaged_steps_aside()
                 self._manager = ocp.CheckpointManager(self.directory, options=self._options)
@@ -194,6 +198,15 @@ class Checkpoints:
             state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
             return Restored(step, state, record["metadata"])
         return None
+
+    def _require_space(self, arrays: dict[str, jax.Array]) -> None:
+        """Finds a full disk before Orbax does, whose pending writes then print hundreds of lines each."""
+        existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+        usage = shutil.disk_usage(existing)
+        needed = sum(array.nbytes for array in arrays.values()) + _OVERHEAD_BYTES
+        # A total of 0 is a file system that does not tell.
+        if usage.total and usage.free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _set_damaged_steps_aside(self) -> None:
         damaged = [step for step in _steps(self.directory) if self._newest is None or step > self._newest]

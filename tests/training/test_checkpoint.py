@@ -408,7 +408,9 @@ def incompressible(seed):
 
 
 @pytest.mark.parametrize("wait", [False, True])
-def test_full_disk(small_disk, wait, capfd, caplog):
+def test_full_disk(small_disk, wait, capfd, caplog, monkeypatch):
+    """The disk fills up while Orbax writes: what the look at its free space cannot foresee."""
+    monkeypatch.setattr(Checkpoints, "_require_space", lambda *_: None)
     folder = small_disk / "checkpoints"
     checkpoints, _ = open_checkpoints(folder, keep_last=5)
     saved = []

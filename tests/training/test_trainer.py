@@ -232,7 +232,7 @@ def test_retention(data, tmp_path):
 
 def test_reports_of_several_steps(finished, data, tmp_path):
     """metrics.every = 5: the loss of every fifth step and of the last; MFU by the peak that is given."""
-    changes = {"metrics__every": 5, "metrics__peak_tflops": 1e-3}
+    changes = {"metrics__every": 5, "metrics__peak_tflops": 2.0}
     sparse = run(config_of(tmp_path / "run", data, **changes))
     lines = [line for line in metrics(sparse.run_dir) if "loss" in line]
     assert [line["step"] for line in lines] == [5, 10, 12]
@@ -245,9 +245,9 @@ def test_reports_of_several_steps(finished, data, tmp_path):
         documents = [every[s]["documents_per_window"] for s in range(before + 1, step + 1)]
         assert line["documents_per_window"] == pytest.approx(np.mean(documents))
         seconds = line["step_seconds"] * (step - before)
-        assert line["mfu"] == pytest.approx((line["flops"] - flops) / seconds / 1e9)
+        assert line["mfu"] == pytest.approx((line["flops"] - flops) / seconds / 2e12)
         flops, before = line["flops"], step
-    assert "Peak of one device: " in sparse.out
+    assert "peak of this device: 2 TFLOP/s\n" in sparse.out
 
 
 def test_accumulation_changes_no_loss(finished, data, tmp_path):
