@@ -1,6 +1,7 @@
 """The sampler against a loop of whole forward passes."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,14 @@ PROMPT = np.array([5, 9, 3, 7, 7, 1])
 
 def _model(**changes):
     """Random weights; the window is shorter than the prompt."""
-    settings = {"vocab_size": V, "num_layers": 2, "model_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    settings: dict[str, Any] = {
+        "vocab_size": V,
+        "num_layers": 2,
+        "model_dim": 16,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+    }
     settings |= {"ffn_dim": 24, "window": 3, "compute_dtype": "float32", "init_std": 0.3} | changes
     graph, params = nnx.split(build_model(ModelConfig(**settings), nnx.Rngs(0)), nnx.Param)
     return graph, nnx.to_pure_dict(params)

@@ -98,7 +98,7 @@ def make_data(folder: Path, **text) -> Path:
     return folder
 
 
-def config_of(run_dir: Path, data: Path, **changes: Any) -> Config:
+def config_of(run_dir: Path | str, data: Path, **changes: Any) -> Config:
     """The small configuration; changes are written `section__name`."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
     return make_config(SETTINGS | {"run_dir": str(run_dir), "data.paths": [str(data)]} | named)

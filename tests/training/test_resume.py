@@ -82,6 +82,7 @@ def test_a_damaged_checkpoint_is_passed_over(finished, data, tmp_path):
     assert again.steps == finished.steps
 
 
+@pytest.mark.slow
 def test_another_mesh_goes_on_to_float_tolerance(finished, data, tmp_path):
     """Steps 1-4 on data 8, 5-8 on fsdp 4 x tensor 2, 9-12 on one device."""
     changes = {"training__accumulation": 1}

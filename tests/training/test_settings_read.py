@@ -180,7 +180,7 @@ def test_paths_and_weights(data, tmp_path):
     assert not np.array_equal(_first_batch(other), _first_batch(data))
     paths = [str(data), str(other)]
     weighted = [_first_batch(data, **{"data.paths": paths, "data.weights": [1.0, w]}) for w in (1.0, 7.0)]
-    assert not np.array_equal(*weighted)
+    assert not np.array_equal(weighted[0], weighted[1])
 
 
 def test_source_and_tokenizer(tmp_path):

@@ -118,6 +118,7 @@ def test_handlers_are_put_back(finished, data, tmp_path):
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+@pytest.mark.slow
 def test_a_real_process_stops_and_goes_on(data, tmp_path):
     """Twice SIGTERM as soon as the first step is shown, to `python train.py` itself."""
     config = config_of(tmp_path / "run", data, training__steps=100_000, checkpoint__every=100_000)
