@@ -6,6 +6,7 @@ values and for each gradient, may be at most twice the yardstick's plus 1e-5 of 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -95,14 +96,25 @@ def run(attention, case: Case, dtype) -> dict[str, np.ndarray]:
     return {name: np.asarray(x, np.float64) for name, x in zip(NAMES, results, strict=True)}
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rounded_gradient(dtype, x):
+    """x itself; its gradient is rounded to `dtype`, as an operand of the products that follow."""
+    return x
+
+
+_rounded_gradient.defvjp(lambda dtype, x: (x, None), lambda dtype, _, g: (g.astype(dtype).astype(g.dtype),))
+
+
 def yardstick(case: Case):
-    """Dense attention of both streams as a function of q_ctx, q_out, k, v."""
+    """Dense attention of both streams as a function of q_ctx, q_out, k, v: products of rounded operands, forward and
+    backward, and a float32 softmax."""
     context, output = case.visible()
 
     def dense(q, k, v, visible):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         scores = jnp.einsum("bpnh,btnh->bnpt", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible[:, None], scores * q.shape[-1] ** -0.5, -1e30)
+        scores = _rounded_gradient(q.dtype, scores) * q.shape[-1] ** -0.5
+        scores = jnp.where(visible[:, None], scores, -1e30)
         weights = jnp.where(visible[:, None], jax.nn.softmax(scores, axis=-1), 0.0).astype(q.dtype)
         return jnp.einsum("bnpt,btnh->bpnh", weights, v, preferred_element_type=jnp.float32).astype(q.dtype)
 
