@@ -104,7 +104,7 @@ def prepare(
         skip_corrupt=skip_corrupt,
     )
     created = _make_folder(output)
-    with folder_lock(output):
+    with folder_lock(output, "another process is preparing this data set; wait for it, or choose another output"):
         _check_manifest(output, settings, files)
         try:
             if not (output / INDEX_FILE).exists():

@@ -69,8 +69,11 @@ def read_json(path: Path) -> Any:
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path, busy: str) -> Iterator[None]:
     """Holds the folder for this process; the lock ends with the process, however that dies.
+
+    Args:
+      busy: what to say where another process holds it.
 
     Raises:
       UserError: another process holds it.
@@ -79,9 +82,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(
-            f"{folder}: another process is preparing this data set; wait for it, or choose another output"
-        ) from None
+        raise UserError(f"{folder}: {busy}") from None
     else:
         yield
     finally:

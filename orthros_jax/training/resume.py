@@ -32,7 +32,9 @@ def keep_from_first_start(config: Config, saved: dict | None) -> Config:
     optimizer = config.optimizer
     if saved is None:
         if optimizer.schedule_steps is None:
-            optimizer = dataclasses.replace(optimizer, schedule_steps=config.training.steps)
+            # A run of a few steps, to try something out, stops within its warm-up.
+            length = max(config.training.steps, optimizer.warmup_steps + optimizer.decay_steps)
+            optimizer = dataclasses.replace(optimizer, schedule_steps=length)
         return dataclasses.replace(config, optimizer=optimizer)
     _check_unchanged(to_dict(config), saved["config"], config.run_dir)
     if optimizer.schedule_steps is None:

@@ -1,6 +1,7 @@
 """The one training loop: start or resume, step, report, evaluate, save, stop."""
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -24,7 +25,7 @@ from orthros_jax.data.loader import (
     training_batches,
 )
 from orthros_jax.data.prepare import prepare_if_missing
-from orthros_jax.data.storage import DISK_FULL
+from orthros_jax.data.storage import DISK_FULL, folder_lock
 from orthros_jax.errors import UserError
 from orthros_jax.inference.sample import sample_continuation
 from orthros_jax.model.flops import forward_flops
@@ -78,6 +79,11 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disk_full_explained(config.run_dir))
+        stack.enter_context(_kernel_log_shown())
+        if jax.process_index() == 0:
+            Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+            busy = "another process trains in this folder; wait for it, or choose another run_dir"
+            stack.enter_context(folder_lock(Path(config.run_dir), busy))
         stop = stack.enter_context(StopSignal())
         watchdog = stack.enter_context(Watchdog(config.training.watchdog_seconds))
         stack.enter_context(jax.set_mesh(mesh))
@@ -148,6 +154,21 @@ def _disk_full_explained(run_dir: str) -> Iterator[None]:
             f"{run_dir}: no space left on the disk; free some and run the same command again, it continues from the "
             "newest checkpoint"
         ) from error
+
+
+@contextlib.contextmanager
+def _kernel_log_shown() -> Iterator[None]:
+    """Shows which attention backend `auto` takes, and why not another: part of what a run is."""
+    logger, handler = logging.getLogger("pallas_kernels"), logging.StreamHandler()
+    level = logger.level
+    if jax.process_index() == 0:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _restore_or_init(
@@ -401,7 +422,10 @@ class _Run:
             prompt = np.asarray([tokenizer.bos_id, *prompt])
         params = self.state.params if self.state.ema is None else self.state.ema
         copies = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
-        ids = sample_continuation(self.program.graph, params, prompt, settings.sample_tokens, copies=copies)
+        tokens = min(settings.sample_tokens, self.config.model.max_sequence_length - len(prompt))
+        if tokens <= 0:
+            return
+        ids = sample_continuation(self.program.graph, params, prompt, tokens, copies=copies)
         if tokenizer.eos_id in ids:
             ids = ids[: list(ids).index(tokenizer.eos_id)]
         self.progress.message(f"Sample:\n{settings.sample_prompt}{tokenizer.decode(ids.tolist())}\n")
