@@ -229,7 +229,7 @@ def _jsonl_documents(path: str, stream: BinaryIO, text_field: str) -> Iterator[s
             record = json.loads(line.decode())
         except UnicodeDecodeError as error:
             raise CorruptFileError(f"{path}: line {number} is not UTF-8 text: {error.reason}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptFileError(f"{path}: line {number} is not JSON: {error}") from None
         if not isinstance(record, dict):
             raise UserError(f"{path}: line {number} holds a {type(record).__name__}, not a JSON object")

@@ -127,7 +127,7 @@ def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | Non
     well-known spelling in the vocabulary, else None.
 
     Raises:
-      UserError: no such file, not a tokenizer, or a named token that it does not have.
+      UserError: no such file, not a tokenizer, a broken tokenizer_config.json, or a named token that it does not have.
     """
     if spec == ByteTokenizer.name:
         return ByteTokenizer()
@@ -138,17 +138,33 @@ def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | Non
     content = path.read_bytes()
     vocabulary = FileTokenizer(content, str(path), None, None).vocabulary
     config = path.with_name("tokenizer_config.json")
-    declared = json.loads(config.read_bytes()) if config.is_file() else {}
+    declared = _declared_tokens(config) if config.is_file() else {}
     bos_id = _special_id(vocabulary, str(path), bos_token, declared, "bos_token", BOS_NAMES)
     eos_id = _special_id(vocabulary, str(path), eos_token, declared, "eos_token", EOS_NAMES)
     return FileTokenizer(content, f"{path.resolve().parent.name}/{path.name}", bos_id, eos_id)
+
+
+def _declared_tokens(path: Path) -> dict[str, str | None]:
+    """Those of "bos_token" and "eos_token" that a tokenizer_config.json states, null included."""
+    wrong = UserError(f"{path}: not a tokenizer configuration; repair it or move it away")
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError:
+        raise wrong from None
+    if not isinstance(config, dict):
+        raise wrong
+    stated = {key: config[key] for key in ("bos_token", "eos_token") if key in config}
+    spelled = {key: token.get("content") if isinstance(token, dict) else token for key, token in stated.items()}
+    if not all(token is None or isinstance(token, str) for token in spelled.values()):
+        raise wrong
+    return spelled
 
 
 def _special_id(
     vocabulary: dict[str, int],
     path: str,
     named: str | None,
-    declared: dict,
+    declared: dict[str, str | None],
     key: str,
     known: tuple[str, ...],
 ) -> int | None:
@@ -158,7 +174,6 @@ def _special_id(
         return vocabulary[named]
     if key in declared:
         token = declared[key]
-        token = token["content"] if isinstance(token, dict) else token
         return None if token is None else vocabulary.get(token)
     return next((vocabulary[token] for token in known if token in vocabulary), None)
 

@@ -179,6 +179,10 @@ def test_zstandard_cut_between_lines(tmp_path):
     ("line", "message"),
     [
         (b'{"text": "b"', "line 2 is not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)"),
+        (
+            b'{"text": "b", "id": ' + b"[" * 200_000,
+            "line 2 is not JSON: maximum recursion depth exceeded while decoding a JSON array from a unicode string",
+        ),
         (b'{"text": "\xff"}', "line 2 is not UTF-8 text: invalid start byte"),
         (b'["b"]', "line 2 holds a list, not a JSON object"),
         (

@@ -141,6 +141,16 @@ def test_special_tokens_from_the_configuration_beside_the_file(tmp_path):
     assert (named.bos_id, named.eos_id) == (1, 4)
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[]", b'{"bos_token": ["<s>"]}', b'{"eos_token": {"content": 1}}'])
+def test_broken_configuration_beside_the_file(content, tmp_path):
+    path = word_tokenizer(tmp_path, ["[UNK]", "<s>", "</s>", "a"])
+    config = tmp_path / "tokenizer_config.json"
+    config.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        read_tokenizer(str(path))
+    assert str(error.value) == f"{config}: not a tokenizer configuration; repair it or move it away"
+
+
 def test_vocabulary_without_special_tokens(tmp_path):
     tokenizer = read_tokenizer(str(word_tokenizer(tmp_path, ["[UNK]", "a"])))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, None)
