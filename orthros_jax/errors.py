@@ -13,9 +13,15 @@ class UserError(Exception):
 
 
 def run_command(main: Callable[[list[str]], int | None], argv: list[str], prog: str) -> int:
-    """Runs the body of a command and returns its exit code; a UserError is printed and becomes code 2."""
+    """Runs the body of a command and returns its exit code.
+
+    A UserError is printed and becomes code 2, an interrupt from the keyboard code 130, as in a shell.
+    """
     try:
         return main(argv) or 0
     except UserError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\n{prog}: interrupted; the same command goes on from what is finished", file=sys.stderr)
+        return 130

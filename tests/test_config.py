@@ -693,6 +693,14 @@ def test_user_error_becomes_exit_code_2(capsys):
     assert run_command(lambda argv: 3, [], "prepare") == 3
 
 
+def test_interrupt_becomes_exit_code_130(capsys):
+    def command(argv):
+        raise KeyboardInterrupt
+
+    assert run_command(command, [], "prepare") == 130
+    assert capsys.readouterr().err == "\nprepare: interrupted; the same command goes on from what is finished\n"
+
+
 def run_python(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,7 @@ from orthros_jax.data.parts import (
     any_record,
     delete_records,
     group_files,
+    part_done,
     read_part,
     read_texts,
     token_dtype,
@@ -188,6 +190,8 @@ def _framing_id(key: str, wanted: bool, tokenizer: str, token_id: int | None) ->
 def _make_folder(output: Path) -> bool:
     """Returns whether the folder is new."""
     if output.is_dir():
+        if not (output / INDEX_FILE).exists() and not os.access(output, os.W_OK | os.X_OK):
+            raise UserError(f"{output}: cannot be written; choose another output")
         return False
     try:
         output.mkdir(parents=True)
@@ -208,7 +212,10 @@ def _clear(output: Path) -> None:
 
 
 def _check_manifest(output: Path, settings: Settings, files: list[InputFile]) -> None:
-    """Writes down what is asked for, or compares it with what an earlier call wrote down."""
+    """Writes down what is asked for, or compares it with what an earlier call wrote down.
+
+    What a damaged file calls for, to fetch it again or to skip damaged files, does not touch finished parts.
+    """
     path = output / MANIFEST_FILE
     asked = {
         "format": FORMAT,
@@ -217,36 +224,57 @@ def _check_manifest(output: Path, settings: Settings, files: list[InputFile]) ->
         "inputs": [dataclasses.asdict(file) for file in files],
     }
     if path.exists():
-        differences = _differences(read_json(path), asked)
-        if not differences:
-            return
-        if _started(output):
+        earlier = read_json(path)
+        differences = _differences(earlier, asked, _unread_inputs(output, earlier, files))
+        if differences and _started(output):
             raise UserError(
                 f"{output}: holds a data set prepared differently ({'; '.join(differences)}); choose another "
                 "output, repeat the earlier arguments, or delete the folder to prepare it anew"
             )
-        _clear(output)
+        if differences:
+            _clear(output)
+        elif (output / INDEX_FILE).exists():
+            return
     elif any(PARTIAL_MARK not in entry.name for entry in output.iterdir()):
         raise UserError(f"{output}: is neither empty nor a prepared data set; choose another output folder")
     write_json(path, asked)
 
 
-def _differences(earlier: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+def _unread_inputs(output: Path, earlier: dict[str, Any], files: list[InputFile]) -> set[str]:
+    """Paths of the inputs that nothing finished was made from: no data set, no trained tokenizer, no part."""
+    is_trained = earlier["settings"]["fingerprint"] is None and (output / TOKENIZER_FILE).exists()
+    parts = _grouped_paths(files)
+    same_parts = parts == _grouped_paths([InputFile(**file) for file in earlier["inputs"]])
+    if (output / INDEX_FILE).exists() or is_trained or not same_parts:
+        return set()
+    return {path for number, paths in enumerate(parts) if not part_done(output, number) for path in paths}
+
+
+def _grouped_paths(files: list[InputFile]) -> list[list[str]]:
+    return [[file.path for file in part] for part in group_files(files)]
+
+
+def _differences(earlier: dict[str, Any], asked: dict[str, Any], unread: set[str]) -> list[str]:
+    """What tells the two manifests apart and would make other bytes of finished parts; inputs in `unread` made none."""
     if (earlier["format"], earlier["version"]) != (asked["format"], asked["version"]):
         return [f"format {earlier['format']} {earlier['version']}, now {asked['format']} {asked['version']}"]
     before, now = earlier["settings"], asked["settings"]
     # A tokenizer file is the same wherever it lies.
     same_file = now["fingerprint"] is not None and now["fingerprint"] == before["fingerprint"]
+    # A part that was finished without skipping has no damaged file.
+    skips_from_here = now["skip_corrupt"] and not before["skip_corrupt"]
     found = [
         f"{key} was {before[key]}, now {now[key]}"
         for key in now
-        if before[key] != now[key] and not (key == "tokenizer" and same_file)
+        if before[key] != now[key]
+        and not (key == "tokenizer" and same_file)
+        and not (key == "skip_corrupt" and skips_from_here)
     ]
     old, new = ({file["path"]: file for file in manifest["inputs"]} for manifest in (earlier, asked))
     changes = [
         ("missing input", sorted(old.keys() - new.keys())),
         ("new input", sorted(new.keys() - old.keys())),
-        ("changed input", sorted(path for path in old.keys() & new.keys() if old[path] != new[path])),
+        ("changed input", sorted(path for path in old.keys() & new.keys() - unread if old[path] != new[path])),
     ]
     for what, paths in changes:
         if paths:

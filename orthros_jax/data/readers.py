@@ -83,13 +83,15 @@ def resolve_inputs(inputs: list[str]) -> list[InputFile]:
     A folder stands for its files with a known suffix, at any depth. Folders and globs leave hidden files out.
 
     Raises:
-      UserError: nothing there, nothing matched, an unknown suffix, or a package missing for the protocol.
+      UserError: no name, nothing there, nothing matched, an unknown suffix, or a package missing for the protocol.
     """
     files = {file.path: file for item in inputs for file in _expand(item)}
     return [files[path] for path in sorted(files)]
 
 
 def _expand(item: str) -> list[InputFile]:
+    if not item:
+        raise UserError("an input has no name, as from an empty shell variable; name files, folders, globs or URLs")
     fs, root = _filesystem(item)
     try:
         if fs.isfile(root):

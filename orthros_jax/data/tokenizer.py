@@ -44,7 +44,11 @@ class Tokenizer(Protocol):
     eos_id: int | None
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, without BOS and EOS."""
+        """Returns the ids of each text, without BOS and EOS.
+
+        Raises:
+          UserError: the tokenizer is not fit for the text.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -113,7 +117,10 @@ class FileTokenizer:
         return FileTokenizer, (self.content, self.name, self.bos_id, self.eos_id)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._backend.encode_batch_fast([clean_text(t) for t in texts], add_special_tokens=False)
+        try:
+            encodings = self._backend.encode_batch_fast([clean_text(t) for t in texts], add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{self.name}: cannot encode the text: {error}; use another tokenizer") from None
         return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:

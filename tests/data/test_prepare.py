@@ -243,7 +243,6 @@ REFUSAL = (
         ({"eos": False}, "eos_id was 257, now None"),
         ({"text_field": "body"}, "text_field was text, now body"),
         ({"holdout": 0.5}, "holdout was 0.0, now 0.5"),
-        ({"skip_corrupt": True}, "skip_corrupt was False, now True"),
         (
             {"tokenizer": "train:300", "bos": False, "eos": False},
             f"tokenizer was byte, now train:300; fingerprint was {ByteTokenizer.fingerprint}, now None; "
@@ -277,6 +276,68 @@ def test_other_inputs_are_refused(change, what, corpus, tmp_path):
     with pytest.raises(UserError) as error:
         run([corpus], tmp_path / "set")
     assert str(error.value) == REFUSAL.format(output=tmp_path / "set", what=what.format(corpus=corpus))
+
+
+def test_skipping_damaged_files_where_there_was_none_changes_nothing(corpus, tmp_path):
+    run([corpus], tmp_path / "set")
+    before = contents(tmp_path / "set")
+    run([corpus], tmp_path / "set", skip_corrupt=True)
+    assert contents(tmp_path / "set") == before
+
+
+def test_not_skipping_damaged_files_any_more_is_refused(corpus, tmp_path):
+    (corpus / "3.jsonl").write_text("{")
+    run([corpus], tmp_path / "set", skip_corrupt=True)
+    with pytest.raises(UserError, match="skip_corrupt was True, now False"):
+        run([corpus], tmp_path / "set")
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "train:300"])
+@pytest.mark.parametrize("fix", ["repair", "skip"])
+def test_a_damaged_file_costs_no_finished_part(fix, tokenizer, corpus, tmp_path, monkeypatch):
+    damaged = corpus / "3.jsonl"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole + b"{")
+    # The tokenizer is trained on the start of every file and does not come as far as the damage.
+    monkeypatch.setattr("orthros_jax.data.prepare.TRAINING_CHARACTERS", 100)
+    with pytest.raises(UserError, match=r"3\.jsonl: line 121 is not JSON"):
+        run([corpus], tmp_path / "set", tokenizer=tokenizer)
+    read, original = [], parts.read_documents
+    monkeypatch.setattr(parts, "read_documents", lambda path, field: read.append(path) or original(path, field))
+    changes = {"skip_corrupt": fix == "skip", "tokenizer": tokenizer}
+    if fix == "repair":
+        damaged.write_bytes(whole)
+        if tokenizer != "byte":
+            with pytest.raises(UserError, match="changed input"):
+                run([corpus], tmp_path / "set", **changes)
+            return
+    run([corpus], tmp_path / "set", **changes)
+    assert read == [str(corpus / f"{n}.jsonl") for n in (3, 4, 5)]
+    run([corpus], tmp_path / "anew", **changes)
+    assert contents(tmp_path / "set") == contents(tmp_path / "anew")
+
+
+def test_changed_inputs_of_finished_parts_are_refused_in_an_unfinished_set(corpus, tmp_path):
+    (corpus / "3.jsonl").write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        run([corpus], tmp_path / "set")
+    write_jsonl(corpus / "3.jsonl", ["whole"])
+    write_jsonl(corpus / "1.jsonl", ["other"])
+    with pytest.raises(UserError) as error:
+        run([corpus], tmp_path / "set")
+    what = f"changed input {corpus}/1.jsonl"
+    assert str(error.value) == REFUSAL.format(output=tmp_path / "set", what=what)
+
+
+def test_an_output_that_cannot_be_written(corpus, tmp_path, monkeypatch):
+    output = tmp_path / "set"
+    output.mkdir()
+    # The superuser may write anywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != output)
+    with pytest.raises(UserError) as error:
+        run([corpus], output)
+    assert str(error.value) == f"{output}: cannot be written; choose another output"
+    assert not list(output.iterdir())
 
 
 def test_the_same_tokenizer_from_another_folder_is_accepted(corpus, tmp_path):
@@ -368,7 +429,7 @@ def test_killed_at_any_moment(tmp_path):
 
 def test_two_at_once_are_refused(corpus, tmp_path):
     (tmp_path / "set").mkdir()
-    with storage.folder_lock(tmp_path / "set"), pytest.raises(UserError) as error:
+    with storage.folder_lock(tmp_path / "set", "busy"), pytest.raises(UserError) as error:
         run([corpus], tmp_path / "set")
     assert str(error.value) == (
         f"{tmp_path}/set: another process is preparing this data set; wait for it, or choose another output"

@@ -290,6 +290,14 @@ def test_inputs_that_are_not_there(name, message, tmp_path):
     assert str(error.value) == f"{tmp_path}/{name}: {message}"
 
 
+def test_an_empty_name_is_not_the_current_folder():
+    with pytest.raises(UserError) as error:
+        resolve_inputs([""])
+    assert str(error.value) == (
+        "an input has no name, as from an empty shell variable; name files, folders, globs or URLs"
+    )
+
+
 def test_protocol_without_its_package(monkeypatch):
     def missing(path):
         raise ImportError("Please install gcsfs to access Google Storage")

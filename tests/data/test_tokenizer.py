@@ -162,6 +162,17 @@ def test_vocab_size_covers_gaps(tmp_path):
     assert read_tokenizer(str(tmp_path)).vocab_size == 10
 
 
+def test_vocabulary_that_cannot_encode_every_text(tmp_path):
+    Backend(models.WordLevel({"a": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = read_tokenizer(str(tmp_path))
+    with pytest.raises(UserError) as error:
+        tokenizer.encode_batch(["a", "b"])
+    assert str(error.value) == (
+        f"{tmp_path.name}/tokenizer.json: cannot encode the text: WordLevel error: Missing [UNK] token from the "
+        "vocabulary; use another tokenizer"
+    )
+
+
 def test_unknown_named_token(tmp_path):
     path = word_tokenizer(tmp_path, ["[UNK]", "a"])
     with pytest.raises(UserError) as error:
