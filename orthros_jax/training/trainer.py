@@ -160,15 +160,19 @@ def _disk_full_explained(run_dir: str) -> Iterator[None]:
 def _kernel_log_shown() -> Iterator[None]:
     """Shows which attention backend `auto` takes, and why not another: part of what a run is."""
     logger, handler = logging.getLogger("pallas_kernels"), logging.StreamHandler()
-    level = logger.level
+    handler.setFormatter(logging.Formatter("Kernel   %(message)s"))
+    before = logger.level, logger.propagate
     if jax.process_index() == 0:
         logger.addHandler(handler)
+        # A handler of the root logger, which libraries install, would print the line again.
         logger.setLevel(logging.INFO)
+        logger.propagate = False
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(level)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 def _restore_or_init(

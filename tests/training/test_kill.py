@@ -32,7 +32,7 @@ def _stage(log: bytes) -> str:
     """How far a process came, for the record."""
     if b"Step " in log or b"step " in log:
         return "stepping, saving or evaluating"
-    return "compiling" if b"MFU = " in log else "starting"
+    return "compiling" if b"MFU " in log else "starting"
 
 
 @pytest.mark.slow
