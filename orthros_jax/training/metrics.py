@@ -117,7 +117,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             value = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and isinstance(value.get("step"), int):
             lines.append(value)

@@ -1,6 +1,7 @@
 """`python -m orthros_jax plot RUN...`: loss curves of runs in one picture."""
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ def draw(runs: list[str], output: str | os.PathLike) -> list[str]:
     Raises:
       UserError: as in `main`.
     """
+    output = Path(output)
+    if not output.name:
+        raise UserError(f"cannot write the picture {output}: name a file")
     lines_by_run = {run: _read_run(run) for run in runs}
     labels = dict(zip(lines_by_run, _labels(list(lines_by_run)), strict=True))
     plt = _import_pyplot()
@@ -60,7 +64,6 @@ def draw(runs: list[str], output: str | os.PathLike) -> list[str]:
     axes[0].set_ylabel("loss (nats per token)")
     axes[0].set_ylim(*_loss_range(lines_by_run.values()))
     axes[0].legend(frameon=False, fontsize="small")
-    output = Path(output)
     # The type follows from the name's ending, so the part beside the picture keeps it.
     beside = output.with_name(f".{output.stem}.part{output.suffix or '.png'}")
     try:
@@ -91,11 +94,13 @@ def _read_run(run: str) -> list[dict]:
 
 
 def _labels(runs: list[str]) -> list[str]:
-    """The shortest endings of the paths that tell the runs apart."""
+    """The shortest endings of the paths that tell the runs apart and that matplotlib puts into a legend."""
     parts = [Path(run).absolute().parts for run in runs]
     parts = [p[:-1] if p[-1] == "metrics.jsonl" else p for p in parts]
     depth = 1
-    while len({p[-depth:] for p in parts}) < len(runs) and depth < max(map(len, parts)):
+    while depth < max(map(len, parts)) and (
+        len({p[-depth:] for p in parts}) < len(runs) or any(p[-depth:][0].startswith("_") for p in parts)
+    ):
         depth += 1
     return ["/".join(p[-depth:]) for p in parts]
 
@@ -108,7 +113,7 @@ def _short(tokens: float) -> str:
 
 
 def _numbers(line: dict, *keys: str) -> bool:
-    return all(isinstance(line.get(key), int | float) for key in keys)
+    return all(isinstance(line.get(key), int | float) and math.isfinite(line[key]) for key in keys)
 
 
 def _curve(lines: list[dict], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 
 import jax
 
@@ -82,7 +83,7 @@ def closing(
         f"  go on      {_without_steps(command)} --training.steps {2 * steps}",
         f"             (from step {steps:,}; the learning rate stays at its final value once its schedule has ended)",
         "  anew       give another --run_dir, with --training.steps for a longer schedule",
-        f"  plot       python -m orthros_jax plot {run_dir}",
+        f"  plot       python -m orthros_jax plot {shlex.quote(run_dir)}",
     ]
     return "\n".join(lines)
 

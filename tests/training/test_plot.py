@@ -97,13 +97,33 @@ def test_missing_run(tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
-@pytest.mark.parametrize("text", ["", "\n", '{"step": 1, "loss": null, "tokens": 10}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n",
+        '{"step": 1, "loss": null, "tokens": 10}\n',
+        '{"step": 1, "loss": NaN, "tokens": 10}\n',
+        '{"step": 1, "loss": 1e999, "tokens": 10}\n',
+        "[" * 200_000,
+    ],
+)
 def test_run_without_losses(tmp_path, text):
     file = tmp_path / "metrics.jsonl"
     file.write_text(text)
     with pytest.raises(UserError) as caught:
         plot.draw([str(tmp_path)], tmp_path / "x.png")
     assert str(caught.value) == (f"{file} holds no training loss yet; wait for the run's first report or leave it out")
+
+
+def test_a_name_that_legends_leave_out_gets_its_folder(tmp_path):
+    assert plot._labels([str(tmp_path / "runs" / "_first"), str(tmp_path / "runs" / "b")]) == ["runs/_first", "runs/b"]
+
+
+def test_a_picture_without_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^cannot write the picture \.: name a file$"):
+        plot.draw([make_run(tmp_path / "run")], "")
 
 
 @pytest.mark.parametrize("name", ["absent/x.png", "x.unknown"])
