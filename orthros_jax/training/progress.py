@@ -1,7 +1,11 @@
 """The progress of a run on the terminal."""
 
+import contextlib
+import os
 import sys
 import time
+from collections.abc import Iterator
+from typing import TextIO
 
 import jax
 from tqdm import tqdm
@@ -47,22 +51,36 @@ class Progress:
         if self._last_line is None or step >= self._total or now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (now - self._started) / max(step - self._first, 1) * (self._total - step)
-            print(f"step {step}/{self._total} {numbers} {_clock(left)} left", file=sys.stderr, flush=True)
+            with _outlives_reader(sys.stderr):
+                print(f"step {step}/{self._total} {numbers} {_clock(left)} left", file=sys.stderr, flush=True)
 
     def message(self, text: str) -> None:
         """Prints lines to standard output, above the bar if there is one."""
         if not self._is_writer:
             return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        else:
-            print(text, flush=True)
+        with _outlives_reader(sys.stdout):
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stdout)
+                sys.stdout.flush()
+            else:
+                print(text, flush=True)
 
     def close(self) -> None:
         """Leaves the bar as it is and moves to the next line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+@contextlib.contextmanager
+def _outlives_reader(stream: TextIO) -> Iterator[None]:
+    """Goes on without output once the other end of a pipe is closed: a run must not lose its work to that."""
+    try:
+        yield
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def _short(number: float) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -259,6 +260,19 @@ def test_progress_off_still_prints_messages(capsys):
     progress.close()
     out, err = capsys.readouterr()
     assert (out, err) == ("hello\n", "")
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_closed_pipe_does_not_end_the_run(name, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, name, stream)
+        progress = Progress(10)
+        for step in (1, 10):
+            progress.update(step, 2.0, 3.0)
+            progress.message("text")
+        progress.close()
 
 
 def test_only_one_process_shows_progress(capsys, monkeypatch):
