@@ -129,7 +129,8 @@ def _observed(run_dir, data, changes):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     reported = [{"step": line["step"], "mfu": line.get("mfu") is None, "keys": list(line)} for line in lines]
     words = finished.out.replace(str(run_dir), "RUN")
-    shown = re.sub(r"[\d.]+k? tokens/s .*", "", finished.err)
+    # A process shows the choice of a kernel once, whatever the number of its runs.
+    shown = re.sub(r"Kernel .*\n|[\d.]+k? tokens/s .*", "", finished.err)
     return checkpoint_steps(run_dir), (run_dir / "tensorboard").exists(), reported, words, shown
 
 
