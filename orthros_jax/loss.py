@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from orthros_jax.sharding import BATCH_AXES, on_each_device
 from orthros_jax.streams import Targets
 
-# Enough rows to keep a matrix unit busy; with a vocabulary of 32,000 the chunk's float32 logits take 512 MiB.
+# Enough rows to keep a matrix unit busy; with a vocabulary of 32,000 the chunk's float32 logits take 500 MiB.
 _CHUNK_ROWS = 4096
 # At least so many chunks, so that no chunk is a large share of the batch.
 _MIN_CHUNKS = 8
