@@ -167,7 +167,7 @@ class OptimizerConfig:
     schedule_steps: int | None = None
     """Steps to the final rate, with warm-up; null is training.steps at the first start, kept with the run."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up; the first has learning_rate / warmup_steps."""
     decay_steps: int = 0
     """Length of the final decay (schedule wsd)."""
     final_ratio: float = 0.1

@@ -103,7 +103,7 @@ class Attention(nnx.Module):
         return Streams(*(None if o is None else self.output(o) for o in attended))
 
     def _query(self, stream: str, rows: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-        project = getattr(self, f"query_{stream}", None) or self.query
+        project = self.query if hasattr(self, "query") else getattr(self, f"query_{stream}")
         steps = [getattr(self, "query_norm", None), getattr(self, f"scale_offset_{stream}", None)]
         if self.config.scale_offset_position == "before_norm":
             steps.reverse()

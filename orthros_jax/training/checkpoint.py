@@ -208,6 +208,12 @@ class Checkpoints:
         if usage.total and usage.free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    def damaged_steps(self) -> list[str]:
+        """Folders of steps that were complete once and are newer than the newest readable one, set aside or not."""
+        newest = -1 if self._newest is None else self._newest
+        names = [str(n) for n in _steps(self.directory) if n > newest and _is_committed(self.directory / str(n))]
+        return names + sorted(path.name for path in self.directory.glob("*.damaged"))
+
     def _set_damaged_steps_aside(self) -> None:
         damaged = [step for step in _steps(self.directory) if self._newest is None or step > self._newest]
         if damaged and not self._has_looked:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import sys
 import time
@@ -81,7 +82,7 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
         stack.enter_context(_disk_full_explained(config.run_dir))
         stack.enter_context(_kernel_log_shown())
         if jax.process_index() == 0:
-            Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+            _make_run_dir(Path(config.run_dir))
             busy = "another process trains in this folder; wait for it, or choose another run_dir"
             stack.enter_context(folder_lock(Path(config.run_dir), busy))
         stop = stack.enter_context(StopSignal())
@@ -142,6 +143,15 @@ def _check_run_dir(run_dir: Path) -> None:
         raise ConfigError("run_dir", f"{existing} cannot be written; name another folder")
 
 
+def _make_run_dir(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
+        raise ConfigError("run_dir", f"{run_dir} cannot be created ({error.strerror}); name another folder") from error
+
+
 @contextlib.contextmanager
 def _disk_full_explained(run_dir: str) -> Iterator[None]:
     """What is written besides checkpoints, which explain a full disk themselves, can find it full as well."""
@@ -188,6 +198,11 @@ def _restore_or_init(
     restored = checkpoints.restore(target)
     if restored is not None:
         return restored.state, restored.metadata["flops"]
+    if damaged := checkpoints.damaged_steps():
+        raise UserError(
+            f"{checkpoints.directory}: no checkpoint can be read, of {', '.join(damaged)}; repair them, delete the "
+            "folder to start this run anew, or start another with another run_dir"
+        )
     return jax.jit(program.init, out_shardings=shardings)(key), 0.0
 
 
@@ -327,7 +342,8 @@ class _Run:
         interval.flops += flops
         interval.documents += metrics.documents / batch
         self._last_read = now
-        loss = metrics.cross_entropy / max(metrics.weight, 1)
+        # Where no token counts there is no loss; it is written as null.
+        loss = metrics.cross_entropy / metrics.weight if metrics.weight else math.nan
         if metrics.skipped_in_a_row:
             self._note_skipped(metrics, loss)
             return

@@ -23,6 +23,7 @@ from small_run import (
 
 from orthros_jax.config import ConfigError
 from orthros_jax.data.loader import training_batches
+from orthros_jax.errors import UserError
 from orthros_jax.training import trainer
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
@@ -80,6 +81,23 @@ def test_a_damaged_checkpoint_is_passed_over(finished, data, tmp_path):
     assert "Resuming at step 8\n" in again.out
     assert checkpoint_steps(tmp_path / "run") == [4, 8, 12]
     assert again.steps == finished.steps
+
+
+@pytest.mark.parametrize("name", ["4", "4.damaged"])
+def test_a_run_without_a_readable_checkpoint_does_not_start_anew(name, finished, data, tmp_path):
+    """Nobody's history is overwritten because of a disk that fails to read."""
+    copy_run(finished.run_dir, tmp_path / "run", 4)
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "4" / "record" / "metadata").write_text("{")
+    (folder / "4").rename(folder / name)
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError) as error:
+        run(config_of(tmp_path / "run", data))
+    assert str(error.value) == (
+        f"{folder}: no checkpoint can be read, of {name}; repair them, delete the folder to start this run anew, or "
+        "start another with another run_dir"
+    )
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
