@@ -1,0 +1,96 @@
+"""Attention of both streams on Hopper GPUs by Pallas Mosaic GPU kernels: custom gradient, padding, and what they support.
+
+Forward: one kernel a stream. Backward: one kernel a stream for the queries' gradient and one for the gradients of keys
+and values, which sums over the streams. All sums are float32 and in a fixed order.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_ranges
+
+_TILE = 128
+"""Rows and keys are padded to a multiple of this."""
+
+_FIRST_JAX = (0, 11)
+
+
+def unsupported(
+    streams: tuple[Stream, ...], k: jax.Array, segment_ids: jax.Array | None, deterministic: bool
+) -> str | None:
+    """Reason why the Hopper kernels cannot do the call on the default device, or None."""
+    del streams, segment_ids, deterministic
+    device = jax.devices()[0]
+    if "cuda" not in device.client.platform_version or device.compute_capability != "9.0":
+        return f"it needs a Hopper GPU, and the device is {device.device_kind}"
+    if jax.__version_info__[:2] < _FIRST_JAX:
+        return f"it needs JAX {'.'.join(map(str, _FIRST_JAX))} or later, and this is {jax.__version__}"
+    if k.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it needs bfloat16 or float16, and the inputs are {k.dtype}"
+    if k.shape[-1] not in (64, 128):
+        return f"it needs a head size of 64 or 128, and it is {k.shape[-1]}"
+    return None
+
+
+def attention(
+    streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
+) -> tuple[jax.Array, ...]:
+    """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
+    num_keys = k.shape[1]
+    ranges = tuple(
+        _pad_range(key_ranges(num_keys, window=s.window, segment_ids=segment_ids, out_index=s.out_index))
+        for s in streams
+    )
+    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), ranges, scale)
+    return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(queries, k, v, ranges, scale):
+    return _attention_fwd(queries, k, v, ranges, scale)[0]
+
+
+def _attention_fwd(queries, k, v, ranges, scale):
+    from pallas_kernels.dual_stream_attention.hopper_forward import forward
+    from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
+
+    outputs, lses = [], []
+    for q, key_range in zip(queries, ranges, strict=True):
+        out, lse = forward(q, k, v, row_tiles(key_range, k.shape[1]), scale=scale)
+        outputs.append(checkpoint_name(out, "attention_output"))
+        lses.append(checkpoint_name(lse, "attention_lse"))
+    return tuple(outputs), (queries, k, v, ranges, tuple(outputs), tuple(lses))
+
+
+def _attention_bwd(scale, residuals, d_outputs):
+    from pallas_kernels.dual_stream_attention.hopper_backward import StreamResiduals, key_gradients, query_gradient
+    from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
+
+    queries, k, v, ranges, outputs, lses = residuals
+    streams = tuple(
+        StreamResiduals(q, d_out, lse, _row_sums(out, d_out), row_tiles(key_range, k.shape[1]))
+        for q, d_out, lse, out, key_range in zip(queries, d_outputs, lses, outputs, ranges, strict=True)
+    )
+    d_queries = tuple(query_gradient(stream, k, v, scale=scale) for stream in streams)
+    dk, dv = key_gradients(streams, k, v, scale=scale)
+    return d_queries, dk, dv, None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _row_sums(out, d_out):
+    """Row sums [B, N, P] of output times its gradient."""
+    return jnp.einsum("bpnh,bpnh->bnp", out.astype(jnp.float32), d_out.astype(jnp.float32))
+
+
+def _pad(x: jax.Array) -> jax.Array:
+    """Zero rows up to a multiple of the tile; nobody sees such keys, and such rows see nothing."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _TILE), (0, 0), (0, 0)))
+
+
+def _pad_range(key_range: KeyRange) -> KeyRange:
+    return KeyRange(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % _TILE))) for x in key_range))

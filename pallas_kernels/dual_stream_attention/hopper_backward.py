@@ -1,0 +1,303 @@
+"""Backward passes on Hopper: Pallas Mosaic GPU.
+
+`query_gradient` runs over the key blocks of 128 query rows of one stream, `key_gradients` over all query tiles, of all
+streams and of all heads of a group, that see 128 keys; probabilities are recomputed from the log-sum-exp
+(arXiv:2307.08691, algorithm 2). Each gradient is summed in float32 by one warpgroup in a fixed order and written
+once: the result is deterministic, and no second copy of a gradient exists.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dual_stream_attention.hopper_pipeline import (
+    COLUMN,
+    LOG2_E,
+    ROW,
+    TILE,
+    TRANSFORMS,
+    across,
+    down,
+    drain,
+    fill_stage,
+    mask_keys,
+    zeros,
+)
+from pallas_kernels.dual_stream_attention.hopper_tiles import WARPGROUP_ROWS as ROWS
+from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles, key_blocks, row_tile_range
+
+_WARPGROUPS = 2
+
+
+class StreamResiduals(NamedTuple):
+    """What the backward pass reads of a stream.
+
+    q, d_out: [B, P, N, H]; lse: [B, N, P] log-sum-exp to base 2; delta: [B, N, P] row sums of output times d_out.
+    """
+
+    q: jax.Array
+    d_out: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+    tiles: RowTiles
+
+
+def query_gradient(
+    stream: StreamResiduals, k: jax.Array, v: jax.Array, *, scale: float, block: int = 64, stages: int = 2
+) -> jax.Array:
+    """Gradient [B, P, N, H] of one stream's queries."""
+    batch, num_rows, num_heads, head_size = stream.q.shape
+    tiles = stream.tiles
+    num_tiles = num_rows // (_WARPGROUPS * ROWS)
+    tile_of = functools.partial(plgpu.SMEM, dtype=k.dtype, transforms=TRANSFORMS)
+    kernel = functools.partial(
+        _query_kernel, group=num_heads // k.shape[2], scale=scale, block=block, stages=stages, num_tiles=num_tiles
+    )
+    return plgpu.kernel(
+        kernel,
+        out_type=stream.q,
+        grid=(num_heads, num_tiles, batch),
+        grid_names=("head", "tile", "batch"),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=(
+            tile_of((_WARPGROUPS, ROWS, head_size)),
+            tile_of((_WARPGROUPS, ROWS, head_size)),
+            tile_of((stages, block, head_size)),
+            tile_of((stages, block, head_size)),
+            plgpu.Barrier(num_barriers=_WARPGROUPS),
+            plgpu.Barrier(num_barriers=_WARPGROUPS),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(
+        stream.q, stream.d_out, stream.lse, stream.delta, k, v,
+        tiles.start, tiles.end, tiles.whole, key_blocks(tiles, _WARPGROUPS, block),
+    )  # fmt: skip
+
+
+def _query_kernel(
+    q_ref, d_out_ref, lse_ref, delta_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, blocks_ref, dq_ref,
+    q_smem, d_out_smem, k_smem, v_smem, q_ready, d_out_ready, k_ready, v_ready, k_free, v_free,
+    *, group, scale, block, stages, num_tiles,
+):  # fmt: skip
+    warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
+    tile = num_tiles - 1 - lax.axis_index("tile")
+    range_batch = batch if start_ref.shape[0] > 1 else 0
+    first_block = blocks_ref[range_batch, tile, 0]
+    num_blocks = blocks_ref[range_batch, tile, 1] - first_block
+
+    @pl.when(warpgroup < _WARPGROUPS)
+    def _consume():
+        plgpu.set_max_registers(240, action="increase")
+        row_tile = tile * _WARPGROUPS + warpgroup
+        rows = pl.ds(row_tile * ROWS, ROWS)
+        q_tile, d_out_tile = q_smem.at[warpgroup], d_out_smem.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_tile, q_ready.at[warpgroup])
+        plgpu.copy_gmem_to_smem(d_out_ref.at[batch, rows, head], d_out_tile, d_out_ready.at[warpgroup])
+        start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
+        end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
+        lse = plgpu.load(lse_ref.at[batch, head, rows], layout=ROW, optimized=False)
+        delta = plgpu.load(delta_ref.at[batch, head, rows], layout=ROW, optimized=False)
+        whole_first, whole_last = whole_ref[range_batch, row_tile, 0], whole_ref[range_batch, row_tile, 1]
+        plgpu.barrier_wait(q_ready.at[warpgroup])
+        plgpu.barrier_wait(d_out_ready.at[warpgroup])
+
+        def key_block(step, dq):
+            slot = lax.rem(step, jnp.int32(stages))
+            first_key = (first_block + step) * block
+            is_whole = (first_key >= whole_first) & (first_key + block <= whole_last)
+            plgpu.barrier_wait(k_ready.at[slot])
+            plgpu.barrier_wait(v_ready.at[slot])
+
+            def score_gradient(scores_ref, d_weights_ref):
+                plgpu.wgmma(scores_ref, q_tile, k_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma(d_weights_ref, d_out_tile, v_smem.at[slot].transpose((1, 0)))
+                s = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                s = lax.cond(is_whole, lambda s: s, lambda s: mask_keys(s, start, end, first_key), s)
+                weights = jnp.exp2(s * (scale * LOG2_E) - down(lse, s.shape))
+                return weights * (d_weights_ref[...] - down(delta, s.shape))
+
+            accumulators = [plgpu.ACC((ROWS, block), jnp.float32)] * 2
+            d_scores = pl.run_scoped(score_gradient, *accumulators).astype(k_ref.dtype)
+            plgpu.barrier_arrive(v_free.at[slot])
+
+            def weighted_keys(dq_ref):
+                plgpu.wgmma(dq_ref, d_scores, k_smem.at[slot])
+
+            dq = pl.run_state(weighted_keys)(plgpu.ACC.init(dq))
+            plgpu.barrier_arrive(k_free.at[slot])
+            return dq
+
+        init = zeros((ROWS, q_tile.shape[1]), TILE)
+        dq = lax.fori_loop(0, num_blocks, key_block, init)
+        q_tile[...] = (dq * scale).astype(q_tile.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[batch, rows, head])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == _WARPGROUPS)
+    def _fetch():
+        plgpu.set_max_registers(24, action="decrease")
+        kv_head = lax.div(head, jnp.int32(group))
+
+        @pl.loop(0, num_blocks)
+        def _key_block(step):
+            keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
+            copies = ((k_ref.at[keys], k_smem, k_ready, k_free), (v_ref.at[keys], v_smem, v_ready, v_free))
+            fill_stage(step, stages, copies)
+
+        drain(num_blocks, stages, (k_free, v_free))
+
+
+def key_gradients(
+    streams: tuple[StreamResiduals, ...], k: jax.Array, v: jax.Array, *, scale: float, stages: int = 3
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group."""
+    batch, num_keys, num_kv_heads, head_size = k.shape
+    block = _WARPGROUPS * ROWS
+    tile_of = functools.partial(plgpu.SMEM, dtype=k.dtype, transforms=TRANSFORMS)
+    group = streams[0].q.shape[2] // num_kv_heads
+    arrays = tuple(
+        (s.q, s.d_out, s.lse, s.delta, s.tiles.start, s.tiles.end, s.tiles.whole,
+         row_tile_range(s.tiles, num_keys, block))
+        for s in streams
+    )  # fmt: skip
+    return plgpu.kernel(
+        functools.partial(_key_kernel, group=group, scale=scale, stages=stages),
+        out_type=(k, v),
+        grid=(num_kv_heads, num_keys // block, batch),
+        grid_names=("head", "tile", "batch"),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=(
+            tile_of((_WARPGROUPS, ROWS, head_size)),
+            tile_of((_WARPGROUPS, ROWS, head_size)),
+            plgpu.Barrier(num_barriers=_WARPGROUPS),
+            plgpu.Barrier(num_barriers=_WARPGROUPS),
+            (tile_of((stages, ROWS, head_size)), plgpu.SMEM((stages, ROWS), jnp.float32)) * 2,
+            (plgpu.Barrier(num_barriers=stages),) * 4,
+            (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 4,
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(arrays, k, v)
+
+
+def _key_kernel(
+    streams, k_ref, v_ref, dk_ref, dv_ref,
+    k_smem, v_smem, k_ready, v_ready, row_smem, row_ready, row_free,
+    *, group, scale, stages,
+):  # fmt: skip
+    warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
+    tile = lax.axis_index("tile")
+    q_smem, lse_smem, d_out_smem, delta_smem = row_smem
+
+    def for_row_tiles(body, carry):
+        """carry = body(stream, its index of the sequence, head, row tile, running number, carry) over all of them."""
+        number = jnp.int32(0)
+        for stream in streams:
+            tile_range_ref = stream[-1]
+            range_batch = batch if tile_range_ref.shape[0] > 1 else 0
+            first, last = tile_range_ref[range_batch, tile, 0], tile_range_ref[range_batch, tile, 1]
+
+            def of_head(head, carry, stream=stream, first=first, last=last, number=number, range_batch=range_batch):
+                def of_tile(step, carry):
+                    at = number + head * (last - first) + step
+                    return body(stream, range_batch, kv_head * group + head, first + step, at, carry)
+
+                return lax.fori_loop(0, last - first, of_tile, carry)
+
+            carry = lax.fori_loop(0, group, of_head, carry) if group > 1 else of_head(jnp.int32(0), carry)
+            number += group * (last - first)
+        return carry
+
+    @pl.when(warpgroup < _WARPGROUPS)
+    def _consume():
+        plgpu.set_max_registers(240, action="increase")
+        first_key = (tile * _WARPGROUPS + warpgroup) * ROWS
+        keys = pl.ds(first_key, ROWS)
+        k_tile, v_tile = k_smem.at[warpgroup], v_smem.at[warpgroup]
+        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, k_ready.at[warpgroup])
+        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, v_ready.at[warpgroup])
+        plgpu.barrier_wait(k_ready.at[warpgroup])
+        plgpu.barrier_wait(v_ready.at[warpgroup])
+
+        def row_tile(stream, range_batch, head, index, number, carry):
+            del head
+            start_ref, end_ref, whole_ref = stream[4:7]
+            slot = lax.rem(number, jnp.int32(stages))
+            rows = pl.ds(index * ROWS, ROWS)
+            is_whole = first_key >= whole_ref[range_batch, index, 0]
+            is_whole &= first_key + ROWS <= whole_ref[range_batch, index, 1]
+            q_tile, d_out_tile = q_smem.at[slot], d_out_smem.at[slot]
+
+            def mask(s):
+                start = plgpu.load(start_ref.at[range_batch, rows], layout=COLUMN, optimized=False)
+                end = plgpu.load(end_ref.at[range_batch, rows], layout=COLUMN, optimized=False)
+                key = first_key + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=TILE)
+                visible = (across(start, s.shape) <= key) & (key < across(end, s.shape))
+                return jnp.where(visible, s, -jnp.inf)
+
+            def accumulate(refs):
+                dk_ref, dv_ref = refs
+
+                def transposed(scores_ref, d_weights_ref):
+                    plgpu.barrier_wait(row_ready[0].at[slot])
+                    plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
+                    plgpu.barrier_wait(row_ready[2].at[slot])
+                    plgpu.wgmma(d_weights_ref, v_tile, d_out_tile.transpose((1, 0)))
+                    plgpu.barrier_wait(row_ready[1].at[slot])
+                    lse = plgpu.load(lse_smem.at[slot], layout=COLUMN)
+                    plgpu.barrier_arrive(row_free[1].at[slot])
+                    s = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                    s = lax.cond(is_whole, lambda s: s, mask, s)
+                    weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
+                    plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
+                    plgpu.barrier_wait(row_ready[3].at[slot])
+                    delta = plgpu.load(delta_smem.at[slot], layout=COLUMN)
+                    plgpu.barrier_arrive(row_free[3].at[slot])
+                    d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
+                    d_scores = weights * (d_weights - across(delta, s.shape))
+                    plgpu.wgmma(dk_ref, d_scores.astype(k_tile.dtype), q_tile)
+
+                pl.run_scoped(transposed, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
+
+            carry = pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry))
+            plgpu.barrier_arrive(row_free[0].at[slot])
+            plgpu.barrier_arrive(row_free[2].at[slot])
+            return carry
+
+        dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
+        k_tile[...] = (dk * scale).astype(k_tile.dtype)
+        v_tile[...] = dv.astype(v_tile.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[batch, keys, kv_head])
+        plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[batch, keys, kv_head])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == _WARPGROUPS)
+    def _fetch():
+        plgpu.set_max_registers(24, action="decrease")
+
+        def row_tile(stream, range_batch, head, index, number, carry):
+            del range_batch, carry
+            q_ref, d_out_ref, lse_ref, delta_ref = stream[:4]
+            rows = pl.ds(index * ROWS, ROWS)
+            sources = (
+                q_ref.at[batch, rows, head],
+                lse_ref.at[batch, head, rows],
+                d_out_ref.at[batch, rows, head],
+                delta_ref.at[batch, head, rows],
+            )
+            fill_stage(number, stages, zip(sources, row_smem, row_ready, row_free, strict=True))
+            return number + 1
+
+        drain(for_row_tiles(row_tile, jnp.int32(0)), stages, row_free)

@@ -1,0 +1,170 @@
+"""Forward pass of one stream on Hopper: Pallas Mosaic GPU.
+
+One block computes 128 query rows of a head. Its first two warpgroups own 64 rows each and run an online softmax
+over key blocks (arXiv:2307.08691, algorithm 1); the third fetches keys and values by TMA into a ring of stages.
+The two take turns, so that the products of one run under the exponentials of the other (arXiv:2407.08608,
+section 3.1). Scores are kept in units of log 2.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dual_stream_attention.hopper_pipeline import (
+    LOG2_E,
+    ROW,
+    TILE,
+    TRANSFORMS,
+    down,
+    drain,
+    fill_stage,
+    mask_keys,
+    zeros,
+)
+from pallas_kernels.dual_stream_attention.hopper_tiles import WARPGROUP_ROWS as ROWS
+from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles, key_blocks
+
+BLIND_LSE = 1e30
+"""Log-sum-exp of a row that sees nothing: every probability recomputed from it is zero."""
+
+_WARPGROUPS = 2
+_LOWEST = -1e30
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, tiles: RowTiles, *, scale: float, block: int = 128, stages: int = 2
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B, P, N, H] and log-sum-exp to base 2 [B, N, P] of one stream.
+
+    P and T are multiples of 128; q [B, P, N, H], k and v [B, T, K, H] are bfloat16 or float16.
+    """
+    batch, num_rows, num_heads, head_size = q.shape
+    num_kv_heads = k.shape[2]
+    blocks = key_blocks(tiles, _WARPGROUPS, block)
+    num_tiles = num_rows // (_WARPGROUPS * ROWS)
+
+    def tile_of(shape, dtype=q.dtype):
+        return plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
+
+    kernel = functools.partial(
+        _kernel, group=num_heads // num_kv_heads, scale=scale, block=block, stages=stages, num_tiles=num_tiles
+    )
+    return plgpu.kernel(
+        kernel,
+        out_type=(q, jax.ShapeDtypeStruct((batch, num_heads, num_rows), jnp.float32)),
+        grid=(num_heads, num_tiles, batch),
+        grid_names=("head", "tile", "batch"),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=(
+            tile_of((_WARPGROUPS, ROWS, head_size)),
+            tile_of((stages, block, head_size)),
+            tile_of((stages, block, head_size)),
+            plgpu.SMEM((_WARPGROUPS, ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=_WARPGROUPS),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )(q, k, v, tiles.start, tiles.end, tiles.whole, blocks)
+
+
+def _kernel(
+    q_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, blocks_ref, o_ref, lse_ref,
+    q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turn,
+    *, group, scale, block, stages, num_tiles,
+):  # fmt: skip
+    warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
+    # The last rows of a causal stream have the most keys: they start first.
+    tile = num_tiles - 1 - lax.axis_index("tile")
+    range_batch = batch if start_ref.shape[0] > 1 else 0
+    first_block = blocks_ref[range_batch, tile, 0]
+    num_blocks = blocks_ref[range_batch, tile, 1] - first_block
+
+    def take_turn():
+        plgpu.barrier_arrive(turn)
+        plgpu.barrier_wait(turn)
+
+    @pl.when(warpgroup < _WARPGROUPS)
+    def _consume():
+        plgpu.set_max_registers(240, action="increase")
+        row_tile = tile * _WARPGROUPS + warpgroup
+        rows = pl.ds(row_tile * ROWS, ROWS)
+        q_tile = q_smem.at[warpgroup]
+        plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_tile, q_ready.at[warpgroup])
+        start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
+        end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
+        whole_first, whole_last = whole_ref[range_batch, row_tile, 0], whole_ref[range_batch, row_tile, 1]
+        plgpu.barrier_wait(q_ready.at[warpgroup])
+        pl.when(warpgroup == 1)(take_turn)
+
+        def key_block(step, carry):
+            acc, row_max, row_sum = carry
+            slot = lax.rem(step, jnp.int32(stages))
+            first_key = (first_block + step) * block
+            plgpu.barrier_wait(k_ready.at[slot])
+
+            def scores(scores_ref):
+                plgpu.wgmma(scores_ref, q_tile, k_smem.at[slot].transpose((1, 0)))
+                take_turn()
+                return scores_ref[...]
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, block), jnp.float32))
+            plgpu.barrier_arrive(k_free.at[slot])
+            is_whole = (first_key >= whole_first) & (first_key + block <= whole_last)
+            s = lax.cond(is_whole, lambda s: s, lambda s: mask_keys(s, start, end, first_key), s)
+            new_max = jnp.maximum(row_max, s.max(axis=1) * (scale * LOG2_E))
+            decay = jnp.exp2(row_max - new_max)
+            weights = jnp.exp2(s * (scale * LOG2_E) - down(new_max, s.shape))
+            row_sum = row_sum * decay + weights.sum(axis=1)
+            acc = acc * down(decay, acc.shape)
+            weights = weights.astype(q_tile.dtype)
+            acc, row_sum, new_max, weights = lax.optimization_barrier((acc, row_sum, new_max, weights))
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(v_ready.at[slot])
+            plgpu.barrier_wait(turn)
+
+            def weighted_values(acc_ref):
+                plgpu.wgmma(acc_ref, weights, v_smem.at[slot])
+
+            acc = pl.run_state(weighted_values)(plgpu.ACC.init(acc))
+            plgpu.barrier_arrive(v_free.at[slot])
+            return acc, new_max, row_sum
+
+        init = (
+            zeros((ROWS, q_tile.shape[1]), TILE),
+            plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), ROW),
+            zeros((ROWS,), ROW),
+        )
+        acc, row_max, row_sum = lax.fori_loop(0, num_blocks, key_block, init)
+        pl.when(warpgroup == 0)(take_turn)
+
+        blind = row_sum == 0.0
+        row_sum = jnp.where(blind, 1.0, row_sum)
+        lse_tile = lse_smem.at[warpgroup]
+        lse_tile[...] = jnp.where(blind, BLIND_LSE, row_max + jnp.log(row_sum) * LOG2_E)
+        q_tile[...] = (acc * down(1.0 / row_sum, acc.shape)).astype(q_tile.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_tile, o_ref.at[batch, rows, head])
+        plgpu.copy_smem_to_gmem(lse_tile, lse_ref.at[batch, head, rows])
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == _WARPGROUPS)
+    def _fetch():
+        plgpu.set_max_registers(24, action="decrease")
+        kv_head = lax.div(head, jnp.int32(group))
+
+        @pl.loop(0, num_blocks)
+        def _key_block(step):
+            keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
+            copies = ((k_ref.at[keys], k_smem, k_ready, k_free), (v_ref.at[keys], v_smem, v_ready, v_free))
+            fill_stage(step, stages, copies)
+
+        drain(num_blocks, stages, (k_free, v_free))

@@ -1,0 +1,61 @@
+"""What the Hopper kernels share: register and memory layouts, masking, and the ring of stages that TMA fills."""
+
+import math
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2_E = math.log2(math.e)
+
+TILE = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""Registers of a matrix product's result, of one value for each of its rows, and of one for each column."""
+
+TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+"""How 16-bit operands of matrix products lie in shared memory."""
+
+
+def down(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A value for each row, repeated along the row."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def across(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A value for each column, repeated down the column."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def zeros(shape: tuple[int, ...], layout) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def fill_stage(number: jax.Array, stages: int, copies: Iterable[tuple]) -> None:
+    """Starts copy `number` of the ring: (source, buffers, ready, free) for each of the operands of a step.
+
+    The buffers are refilled once their last readers have arrived at `free`.
+    """
+    slot = lax.rem(number, jnp.int32(stages))
+    for source, buffers, ready, free in copies:
+        pl.when(number >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+        plgpu.copy_gmem_to_smem(source, buffers.at[slot], ready.at[slot])
+
+
+def drain(total: jax.Array, stages: int, frees: Iterable) -> None:
+    """Waits for the readers of the last copies, so that no arrival is left when the kernel ends."""
+    for i in range(stages):
+        number = total - stages + i
+        slot = lax.rem(number + stages, jnp.int32(stages))
+        for free in frees:
+            pl.when(number >= 0)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+
+
+def mask_keys(scores: jax.Array, start: jax.Array, end: jax.Array, first_key: jax.Array) -> jax.Array:
+    """Scores [rows, keys], -inf at the keys outside [start, end) of their row."""
+    key = first_key + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=TILE)
+    visible = (down(start, scores.shape) <= key) & (key < down(end, scores.shape))
+    return jnp.where(visible, scores, -jnp.inf)
