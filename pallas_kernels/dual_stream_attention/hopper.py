@@ -1,4 +1,4 @@
-"""Attention of both streams on Hopper GPUs by Pallas Mosaic GPU kernels: custom gradient, padding, and what they support.
+"""Attention of both streams on Hopper GPUs by Pallas Mosaic GPU kernels.
 
 Forward: one kernel a stream. Backward: one kernel a stream for the queries' gradient and one for the gradients of keys
 and values, which sums over the streams. All sums are float32 and in a fixed order.
@@ -14,6 +14,9 @@ from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_rang
 
 _TILE = 128
 """Rows and keys are padded to a multiple of this."""
+
+_WIDEST_SWEEP = 129
+"""Largest window whose keys fit the ring of the sweep kernels."""
 
 _FIRST_JAX = (0, 11)
 
@@ -40,51 +43,65 @@ def attention(
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
     num_keys = k.shape[1]
+    # Window of the streams that the sweep kernels serve, None for the others.
+    sweeps = tuple(
+        s.window if s.out_index is None and s.window is not None and s.window <= _WIDEST_SWEEP else None
+        for s in streams
+    )
     ranges = tuple(
         _pad_range(key_ranges(num_keys, window=s.window, segment_ids=segment_ids, out_index=s.out_index))
         for s in streams
     )
-    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), ranges, scale)
+    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), ranges, scale, sweeps)
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(queries, k, v, ranges, scale):
-    return _attention_fwd(queries, k, v, ranges, scale)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(queries, k, v, ranges, scale, sweeps):
+    return _attention_fwd(queries, k, v, ranges, scale, sweeps)[0]
 
 
-def _attention_fwd(queries, k, v, ranges, scale):
+def _attention_fwd(queries, k, v, ranges, scale, sweeps):
     from pallas_kernels.dual_stream_attention.hopper_forward import forward
     from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
+    from pallas_kernels.dual_stream_attention.hopper_window import window_forward
 
     outputs, lses = [], []
-    for q, key_range in zip(queries, ranges, strict=True):
-        out, lse = forward(q, k, v, row_tiles(key_range, k.shape[1]), scale=scale)
+    for q, key_range, window in zip(queries, ranges, sweeps, strict=True):
+        tiles = row_tiles(key_range, k.shape[1])
+        if window is None:
+            out, lse = forward(q, k, v, tiles, scale=scale)
+        else:
+            out, lse = window_forward(q, k, v, tiles, window=window, scale=scale)
         outputs.append(checkpoint_name(out, "attention_output"))
         lses.append(checkpoint_name(lse, "attention_lse"))
     return tuple(outputs), (queries, k, v, ranges, tuple(outputs), tuple(lses))
 
 
-def _attention_bwd(scale, residuals, d_outputs):
+def _attention_bwd(scale, sweeps, residuals, d_outputs):
     from pallas_kernels.dual_stream_attention.hopper_backward import StreamResiduals, key_gradients, query_gradient
     from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
+    from pallas_kernels.dual_stream_attention.hopper_window import window_query_gradient
 
     queries, k, v, ranges, outputs, lses = residuals
     streams = tuple(
-        StreamResiduals(q, d_out, lse, _row_sums(out, d_out), row_tiles(key_range, k.shape[1]))
-        for q, d_out, lse, out, key_range in zip(queries, d_outputs, lses, outputs, ranges, strict=True)
+        StreamResiduals(q, out, lse, d_out, row_tiles(key_range, k.shape[1]))
+        for q, out, lse, d_out, key_range in zip(queries, outputs, lses, d_outputs, ranges, strict=True)
     )
-    d_queries = tuple(query_gradient(stream, k, v, scale=scale) for stream in streams)
-    dk, dv = key_gradients(streams, k, v, scale=scale)
+    d_queries, deltas = zip(
+        *(
+            query_gradient(stream, k, v, scale=scale)
+            if window is None
+            else window_query_gradient(stream, k, v, window=window, scale=scale)
+            for stream, window in zip(streams, sweeps, strict=True)
+        ),
+        strict=True,
+    )
+    dk, dv = key_gradients(streams, deltas, k, v, scale=scale)
     return d_queries, dk, dv, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
-
-
-def _row_sums(out, d_out):
-    """Row sums [B, N, P] of output times its gradient."""
-    return jnp.einsum("bpnh,bpnh->bnp", out.astype(jnp.float32), d_out.astype(jnp.float32))
 
 
 def _pad(x: jax.Array) -> jax.Array:

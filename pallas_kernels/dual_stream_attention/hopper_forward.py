@@ -15,7 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dual_stream_attention.hopper_pipeline import (
+    BLIND_LSE,
     LOG2_E,
+    LOWEST,
     ROW,
     TILE,
     TRANSFORMS,
@@ -28,11 +30,7 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
 from pallas_kernels.dual_stream_attention.hopper_tiles import WARPGROUP_ROWS as ROWS
 from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles, key_blocks
 
-BLIND_LSE = 1e30
-"""Log-sum-exp of a row that sees nothing: every probability recomputed from it is zero."""
-
 _WARPGROUPS = 2
-_LOWEST = -1e30
 
 
 def forward(
@@ -140,7 +138,7 @@ def _kernel(
 
         init = (
             zeros((ROWS, q_tile.shape[1]), TILE),
-            plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), ROW),
+            plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
             zeros((ROWS,), ROW),
         )
         acc, row_max, row_sum = lax.fori_loop(0, num_blocks, key_block, init)
@@ -164,7 +162,10 @@ def _kernel(
         @pl.loop(0, num_blocks)
         def _key_block(step):
             keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
-            copies = ((k_ref.at[keys], k_smem, k_ready, k_free), (v_ref.at[keys], v_smem, v_ready, v_free))
+            copies = (
+                ((k_ref.at[keys],), (k_smem,), k_ready, k_free),
+                ((v_ref.at[keys],), (v_smem,), v_ready, v_free),
+            )
             fill_stage(step, stages, copies)
 
         drain(num_blocks, stages, (k_free, v_free))
