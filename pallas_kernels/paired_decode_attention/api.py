@@ -73,9 +73,7 @@ def paired_decode_attention(
         )
     rows = jnp.stack((q_ctx, q_out), axis=1)
     windows = (window, None)
-    out = _attend(
-        "paired_decode_attention", rows, windows, k_cache, v_cache, lengths, k_scale, v_scale, scale, impl
-    )
+    out = _attend("paired_decode_attention", rows, windows, k_cache, v_cache, lengths, k_scale, v_scale, scale, impl)
     return out[:, 0], out[:, 1]
 
 
@@ -96,9 +94,7 @@ def decode_attention(
     With window None the row sees the keys [0, lengths[b]). With a window nothing before it is read.
     """
     rows = q[:, None]
-    out = _attend(
-        "decode_attention", rows, (window,), k_cache, v_cache, lengths, k_scale, v_scale, scale, impl
-    )
+    out = _attend("decode_attention", rows, (window,), k_cache, v_cache, lengths, k_scale, v_scale, scale, impl)
     return out[:, 0]
 
 

@@ -92,7 +92,9 @@ def attention(
     from pallas_kernels.paired_decode_attention import triton_kernels
 
     batch, num_kv_heads = k_cache.shape[:2]
-    config = config or _CONFIGS[k_cache.shape[3], k_cache.dtype.itemsize]
+    if config is None:
+        rows = q.shape[1] * q.shape[2] // num_kv_heads
+        config = choose_config(rows, q.shape[3], k_cache.dtype.itemsize)
     split, merge = launches(q.shape, k_cache.shape, windows, scale, config)
     rows = split["R"] * split["G"]
     partial_shape = (batch, num_kv_heads, split["SPLITS"], rows)
@@ -117,6 +119,13 @@ def attention(
         compute_capability=compute_capability,
         **merge,
     )  # fmt: skip
+
+
+def choose_config(rows: int, head_size: int, bytes_per_element: int) -> Config:
+    """Config for `rows` rows that share a key/value head."""
+    config = _CONFIGS[head_size, bytes_per_element]
+    # The accumulators of more rows need the registers of more threads.
+    return config._replace(num_warps=2 * config.num_warps) if rows > 32 else config
 
 
 def launches(q_shape, cache_shape, windows, scale, config) -> tuple[dict, dict]:

@@ -41,7 +41,7 @@ def attend_to_split(
     PACKED: tl.constexpr = CACHE.primitive_bitwidth == 8
     PRODUCT: tl.constexpr = tl.float16 if PACKED else CACHE
     # Weights are at most 2^SHIFT, where float16 would lose the small ones if they were at most 1.
-    SHIFT: tl.constexpr = 15 if PRODUCT == tl.float16 else 0
+    SHIFT: tl.constexpr = 15 if PRODUCT.is_fp16() else 0
     STEP: tl.constexpr = 2 if PACKED else 1
     COLUMNS: tl.constexpr = H // STEP
 
@@ -132,7 +132,7 @@ def columns_apart(words, CACHE: tl.constexpr):
 
     The assembly takes two words at a time, a register; what Triton makes of shifts and casts is twice as long.
     """
-    if CACHE == tl.int8:
+    if CACHE.is_int8():
         # 0x6400 + u is the float16 number 1024 + u, for u = x + 128 in [0, 256); 0x6480 is 1152.
         code: tl.constexpr = """{
             .reg .b32 u, bias;
@@ -152,9 +152,7 @@ def columns_apart(words, CACHE: tl.constexpr):
             cvt.rn.f16x2.e4m3x2 $0, even;
             cvt.rn.f16x2.e4m3x2 $1, odd;
         }"""
-    return tl.inline_asm_elementwise(
-        code, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-    )
+    return tl.inline_asm_elementwise(code, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
 
 
 @triton.jit

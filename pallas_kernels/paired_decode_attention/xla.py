@@ -28,18 +28,20 @@ def attention(
     scale: float,
 ) -> jax.Array:
     """Output [B, R, N, H] of rows q [B, R, N, H]; row r sees the last windows[r] of the keys [0, lengths)."""
-    batch, num_rows, num_heads, head_size = q.shape
+    batch, num_rows, _, head_size = q.shape
     num_kv_heads, capacity = k_cache.shape[1:3]
     block = min(_BLOCK, capacity)
     rows = q.reshape(batch, num_rows, num_kv_heads, -1, head_size).swapaxes(1, 2)
     first = jnp.maximum(lengths[:, None] - jnp.asarray(windows, jnp.int32), 0)
     score_scale = (scale * k_scale)[:, :, None, None, None]
-
     def step(j, carry):
         row_max, row_sum, acc = carry
         # The last block ends with the cache: it may begin with keys of the block before it.
         start = jnp.minimum(j * block, capacity - block)
-        k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=2).astype(q.dtype) for x in (k_cache, v_cache))
+        # The barrier ties the caches to the step. Without it XLA's CPU compiler of JAX 0.10, which cuts no bfloat16
+        # arrays, converts the whole cache to float32 ahead of the loop.
+        start, *caches = lax.optimization_barrier((start, k_cache, v_cache))
+        k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=2).astype(q.dtype) for x in caches)
         key = start + jnp.arange(block, dtype=jnp.int32)
         present = (j * block <= key) & (key < lengths[:, None])
         visible = present[:, None] & (first[..., None] <= key)

@@ -98,9 +98,7 @@ def yardstick(case: Case, dtype) -> list[np.ndarray]:
 
 def assert_numerics(found, case: Case, dtype=jnp.bfloat16) -> None:
     """Asserts the numerics rule for the outputs (o_ctx, o_out) of a backend."""
-    for name, x, truth, allowed in zip(
-        ("o_ctx", "o_out"), found, case.truth(), yardstick(case, dtype), strict=True
-    ):
+    for name, x, truth, allowed in zip(("o_ctx", "o_out"), found, case.truth(), yardstick(case, dtype), strict=True):
         error, yardstick_error = np.abs(np.asarray(x, np.float64) - truth), np.abs(allowed - truth)
         slack = 1e-5 * np.abs(truth).max()
         for label, measure in (("maximum", np.max), ("RMS", lambda x: np.sqrt(np.mean(x**2)))):

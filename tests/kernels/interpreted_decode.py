@@ -1,7 +1,8 @@
 """Runs the Triton kernels of paired decoding in Triton's interpreter: python interpreted_decode.py OUT.npz
 
 A program of its own, because TRITON_INTERPRET must be set before triton is imported. No torch is needed: a few
-methods make a NumPy array pass for a tensor.
+methods make a NumPy array pass for a tensor. Bfloat16 products are wrong in this interpreter: the queries and the
+16-bit cache are float32 here, and the products of an 8-bit cache float16 as on the GPU.
 """
 
 import os
@@ -12,24 +13,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
-from decode_cases import Case, make_case
+from decode_cases import Case
+from interpreted_decode_cases import CASES, SINGLE
 
 from pallas_kernels.paired_decode_attention import triton_kernels
 from pallas_kernels.paired_decode_attention.triton import Config, launches
 
-# Bfloat16 products are wrong in this interpreter: float32 for the 16-bit path, and float16.
+# Several splits and several blocks a split for caches of a few tens of keys.
 SMALL = Config(block=16, programs=12, least=16, most=32)
-CASES = {
-    "ragged": make_case(lengths=[0, 1, 7, 8, 9, 40], S=40, W=8, N=4, K=2),
-    "no multiple of the block, window of one": make_case(lengths=[37, 21], S=37, W=1, N=3, K=1),
-    "window beyond the cache": make_case(lengths=[33, 48], S=48, W=1000),
-    "many rows": make_case(lengths=[50], S=64, W=20, N=12, K=1),
-    "int8": make_case(lengths=[0, 1, 40, 63], S=64, W=8, N=4, K=2, cache="int8"),
-    "float8": make_case(lengths=[0, 1, 40, 63], S=64, W=8, N=4, K=2, cache="float8_e4m3fn"),
-    "int8, queries beyond float16": make_case(lengths=[30], S=32, W=8, cache="int8", spread=2.0**20),
-}
-SCALE = {"int8, queries beyond float16": 2.0**-22}
-SINGLE = {"one row": (CASES["ragged"], None), "one row with a window": (CASES["ragged"], 12)}
 
 
 class Tensor:
@@ -77,7 +68,7 @@ class Tensor:
 def columns_apart(words, CACHE: tl.constexpr):
     """The function of this name without assembly, which the interpreter does not know."""
     even, odd = words.to(tl.int8), (words >> 8).to(tl.int8)
-    if CACHE == tl.int8:
+    if CACHE.is_int8():
         return even.to(tl.float16), odd.to(tl.float16)
     return even.to(CACHE, bitcast=True).to(tl.float16), odd.to(CACHE, bitcast=True).to(tl.float16)
 
@@ -103,10 +94,10 @@ def attend(q: np.ndarray, windows: tuple[int, ...], case: Case, scale: float) ->
 
 def main(path: str) -> None:
     results = {}
-    for name, case in CASES.items():
+    for name, (case, scale) in CASES.items():
         capacity, head_size = case.k_cache.shape[2:]
         q = np.stack(case.queries, axis=1)
-        results[name] = attend(q, (min(case.window, capacity), capacity), case, SCALE.get(name, head_size**-0.5))
+        results[name] = attend(q, (min(case.window, capacity), capacity), case, scale or head_size**-0.5)
     for name, (case, window) in SINGLE.items():
         capacity, head_size = case.k_cache.shape[2:]
         results[name] = attend(case.q_ctx[:, None], (window or capacity,), case, head_size**-0.5)
