@@ -1,3 +1,4 @@
+# type: ignore  (Triton's language, which looks like Python)
 """Device code of `triton.py`, and the only module that imports triton as soon as it is imported.
 
 Pointers stand for contiguous arrays; letters as in `api.py`, R rows a sequence, G = N / K. A program's rows are the
@@ -8,8 +9,8 @@ which the shared memory can transpose as it can 16-bit numbers, and taken apart 
 one of the odd columns, with float16 as the type of the products: it holds every int8 and every float8_e4m3fn.
 """
 
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
+import triton
+import triton.language as tl
 
 
 @triton.jit

@@ -34,6 +34,7 @@ def attention(
     rows = q.reshape(batch, num_rows, num_kv_heads, -1, head_size).swapaxes(1, 2)
     first = jnp.maximum(lengths[:, None] - jnp.asarray(windows, jnp.int32), 0)
     score_scale = (scale * k_scale)[:, :, None, None, None]
+
     def step(j, carry):
         row_max, row_sum, acc = carry
         # The last block ends with the cache: it may begin with keys of the block before it.

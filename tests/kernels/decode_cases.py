@@ -41,10 +41,9 @@ class Case:
     def cache(self):
         return self.k_cache, self.v_cache
 
-    def truth(self) -> tuple[np.ndarray, np.ndarray]:
-        return reference.paired_decode_attention(
-            *self.queries, *self.cache, self.lengths, window=self.window, **self.scales
-        )
+    def truth(self, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+        arrays = (*self.queries, *self.cache, self.lengths)
+        return reference.paired_decode_attention(*arrays, window=self.window, scale=scale, **self.scales)
 
 
 def make_case(*, lengths, S, W, N=2, K=2, H=16, cache="bfloat16", spread=1.0, seed=0) -> Case:
@@ -70,8 +69,8 @@ def make_case(*, lengths, S, W, N=2, K=2, H=16, cache="bfloat16", spread=1.0, se
     for b, length in enumerate(lengths):
         for x in (k, v):
             x[b, :, length:] = 127 if cache == "int8" else np.nan
-    queries = (np.asarray(spread * draw(B, N, H), ml_dtypes.bfloat16).astype(np.float32) for _ in range(2))
-    return Case(*queries, k, v, np.asarray(lengths, np.int32), W, scales)
+    q_ctx, q_out = (np.asarray(spread * draw(B, N, H), ml_dtypes.bfloat16).astype(np.float32) for _ in range(2))
+    return Case(q_ctx, q_out, k, v, np.asarray(lengths, np.int32), W, scales)
 
 
 def yardstick(case: Case, dtype) -> list[np.ndarray]:

@@ -87,8 +87,8 @@ def attend(q: np.ndarray, windows: tuple[int, ...], case: Case, scale: float) ->
     k_scale, v_scale = (Tensor(case.scales.get(name, ones)) for name in ("k_scale", "v_scale"))
     arrays = [Tensor(x) for x in (q, *case.cache, case.lengths)]
     partial, lse, out = Tensor(partial), Tensor(lse), Tensor(out)
-    triton_kernels.attend_to_split[split["SPLITS"], num_kv_heads, batch](*arrays, k_scale, partial, lse, **split)
-    triton_kernels.merge_splits[rows, num_kv_heads, batch](partial, lse, v_scale, out, **merge)
+    triton_kernels.attend_to_split[split["SPLITS"], num_kv_heads, batch](*arrays, k_scale, partial, lse, **split)  # pyright: ignore
+    triton_kernels.merge_splits[rows, num_kv_heads, batch](partial, lse, v_scale, out, **merge)  # pyright: ignore
     return out.array
 
 
