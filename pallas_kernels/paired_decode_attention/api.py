@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_backend
-from pallas_kernels.paired_decode_attention import triton, xla
+from pallas_kernels.paired_decode_attention import tpu, triton, xla
 
-Impl = Literal["auto", "triton", "xla"]
+Impl = Literal["auto", "triton", "tpu", "xla"]
 
-_BACKENDS = {"triton": triton, "xla": xla}
+_BACKENDS = {"triton": triton, "tpu": tpu, "xla": xla}
 """In the order in which `auto` tries them."""
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -91,7 +91,7 @@ def decode_attention(
 ) -> jax.Array:
     """One row a sequence, q [B, N, H] to [B, N, H], for models of one stream; see `paired_decode_attention`.
 
-    With window None the row sees the keys [0, lengths[b]). With a window nothing before it is read.
+    With window None the row sees the keys [0, lengths[b]). With a window the blocks of keys before it are skipped.
     """
     rows = q[:, None]
     out = _attend("decode_attention", rows, (window,), k_cache, v_cache, lengths, k_scale, v_scale, scale, impl)

@@ -21,7 +21,7 @@ def attend_to_split(
     lengths_ptr,  # int32 [B]
     k_scale_ptr,  # float32 [B, K]
     out_ptr,  # float32 [B, K, SPLITS, R * G, H]
-    lse_ptr,  # float32 [B, K, SPLITS, R * G], base 2
+    lse_ptr,  # float32 [B, K, SPLITS, R * G], base 2, plus SHIFT
     R: tl.constexpr,
     K: tl.constexpr,
     G: tl.constexpr,
@@ -118,7 +118,7 @@ def attend_to_split(
 
     seen = row_sum > 0.0
     row_sum = tl.where(seen, row_sum, 1.0)
-    lse = tl.where(seen, row_max - SHIFT + tl.log2(row_sum), float("-inf"))
+    lse = tl.where(seen, row_max + tl.log2(row_sum), float("-inf"))
     partial = (cache_head * SPLITS + split) * (R * G) + row
     at_partial = partial[:, None] * H + column[None, :]
     tl.store(lse_ptr + partial, lse, mask=in_use)
@@ -159,7 +159,7 @@ def columns_apart(words, CACHE: tl.constexpr):
 @triton.jit
 def merge_splits(
     partial_ptr,  # float32 [B, K, SPLITS, R * G, H]
-    lse_ptr,  # float32 [B, K, SPLITS, R * G], base 2
+    lse_ptr,  # float32 [B, K, SPLITS, R * G], base 2, plus a constant
     v_scale_ptr,  # float32 [B, K]
     out_ptr,  # [B, R, N, H]
     R: tl.constexpr,

@@ -4,7 +4,7 @@ The cache holds NaN (int8: its largest number) from each sequence's length on: w
 yardstick and limits are those of numerics.py; an 8-bit cache stands for exactly its numbers times their scales.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,14 @@ def make_case(*, lengths, S, W, N=2, K=2, H=16, cache="bfloat16", spread=1.0, se
             x[b, :, length:] = 127 if cache == "int8" else np.nan
     q_ctx, q_out = (np.asarray(spread * draw(B, N, H), ml_dtypes.bfloat16).astype(np.float32) for _ in range(2))
     return Case(q_ctx, q_out, k, v, np.asarray(lengths, np.int32), W, scales)
+
+
+def without_keys(case: Case, before: int) -> Case:
+    """The case with NaN for the first keys and values of its last sequence."""
+    k, v = case.k_cache.copy(), case.v_cache.copy()
+    for x in (k, v):
+        x[-1, :, :before] = np.nan
+    return replace(case, k_cache=k, v_cache=v)
 
 
 def yardstick(case: Case, dtype) -> list[np.ndarray]:

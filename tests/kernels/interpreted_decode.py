@@ -20,7 +20,7 @@ from pallas_kernels.paired_decode_attention import triton_kernels
 from pallas_kernels.paired_decode_attention.triton import Config, launches
 
 # Several splits and several blocks a split for caches of a few tens of keys.
-SMALL = Config(block=16, programs=12, least=16, most=32)
+SMALL = Config(block=16, programs=40, least=32, most=64)
 
 
 class Tensor:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decode_cases import assert_close, assert_numerics, make_case
+from decode_cases import assert_close, assert_numerics, make_case, without_keys
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import decode_attention, dispatch, paired_decode_attention
@@ -17,6 +17,7 @@ from pallas_kernels.paired_decode_attention import reference, triton, xla
 
 BACKENDS = ("xla",)
 NO_GPU = "it needs an NVIDIA GPU, and the device is cpu"
+NO_TPU = "it needs a TPU, and the device is cpu"
 
 CASES = {
     "one token": make_case(lengths=[1], S=1, W=1),
@@ -70,6 +71,16 @@ def test_one_row(window, impl):
     q, _, *cache = case.arrays(jnp.float32)
     found = jax.jit(partial(decode_attention, window=window, impl=impl))(q, *cache)
     expected = reference.decode_attention(case.q_ctx, *case.cache, case.lengths, window=window)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("impl", BACKENDS)
+def test_blocks_before_the_window_are_not_read(impl, monkeypatch):
+    monkeypatch.setattr(xla, "_BLOCK", 16)
+    case = without_keys(make_case(lengths=[40], S=40, W=8), before=16)
+    q, _, *cache = case.arrays(jnp.float32)
+    found = jax.jit(partial(decode_attention, window=12, impl=impl))(q, *cache)
+    expected = reference.decode_attention(case.q_ctx, case.k_cache, case.v_cache, case.lengths, window=12)
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
@@ -156,8 +167,8 @@ def test_auto_takes_xla_on_a_cpu_and_says_so_once(caplog):
             _trace(paired_decode_attention, Q, Q, CACHE, CACHE, LENGTH, window=3)
         _trace(decode_attention, Q, CACHE, CACHE, LENGTH)
     assert caplog.messages == [
-        f"paired_decode_attention: impl=auto takes xla; not triton: {NO_GPU}",
-        f"decode_attention: impl=auto takes xla; not triton: {NO_GPU}",
+        f"paired_decode_attention: impl=auto takes xla; not triton: {NO_GPU}; not tpu: {NO_TPU}",
+        f"decode_attention: impl=auto takes xla; not triton: {NO_GPU}; not tpu: {NO_TPU}",
     ]
 
 
@@ -284,7 +295,7 @@ def test_auto_prefers_triton_where_it_can(monkeypatch, caplog):
             {"k_scale": SCALES, "v_scale": _array(2, dtype=jnp.float32)},
             "v_scale must be a float32 array of shape (1, 2), got float32 (2,)",
         ),
-        ((Q, CACHE, CACHE, LENGTH), {"impl": "cudnn"}, "impl must be one of auto, triton, xla, got 'cudnn'"),
+        ((Q, CACHE, CACHE, LENGTH), {"impl": "cudnn"}, "impl must be one of auto, triton, tpu, xla, got 'cudnn'"),
     ],
 )
 def test_mistakes_in_a_call(arrays, kwargs, message):

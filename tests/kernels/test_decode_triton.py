@@ -57,7 +57,8 @@ def test_interpreted_kernels_match_the_reference(interpreted):
         truth = case.truth(scale)
         tolerance = 1e-3 if case.scales else 1e-6
         for r, expected in enumerate(truth):
-            np.testing.assert_allclose(interpreted[name][:, r], expected, atol=tolerance, err_msg=f"{name}, row {r}")
+            found, label = interpreted[name][:, r], f"{name}, row {r}"
+            np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance, err_msg=label)
         assert (interpreted[name][case.lengths == 0] == 0).all(), name
     for name, (case, window) in SINGLE.items():
         expected = reference.decode_attention(case.q_ctx, case.k_cache, case.v_cache, case.lengths, window=window)

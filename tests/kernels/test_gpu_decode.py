@@ -98,9 +98,11 @@ def test_cache_of_more_than_2_to_the_31_elements(cache):
 @pytest.mark.parametrize("window", [None, 128])
 def test_one_row(window, impl):
     case = make_case(**CASES["every edge of the window"])
-    q, _, *cache = case.arrays(jnp.bfloat16)
-    found = jax.jit(partial(decode_attention, window=window, impl=impl))(q, *cache)
-    expected = reference.decode_attention(case.q_ctx, *case.cache, case.lengths, window=window)
+    q_ctx, q_out, *cache = case.arrays(jnp.bfloat16)
+    operation = jax.jit(partial(decode_attention, window=window, impl=impl))
+    found = operation(q_ctx if window else q_out, *cache)
+    q = case.q_ctx if window else case.q_out
+    expected = reference.decode_attention(q, case.k_cache, case.v_cache, case.lengths, window=window)
     # The output is rounded to 8 bits and so are the weights of its values, of up to 4.
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=0.03)
     paired = run(case, impl)[0 if window else 1]
