@@ -77,7 +77,8 @@ def attention(
                 pltpu.VMEM(rows.shape[2:], jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(rows.shape, q.dtype),
+        # Inside a shard_map the output varies over the mesh axes over which the queries do.
+        out_shape=jax.ShapeDtypeStruct(rows.shape, q.dtype, manual_axis_type=jax.typeof(rows).manual_axis_type),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         name="decode_attention",
     )(jnp.minimum(lengths, capacity), k_scale, v_scale, rows, k_cache, v_cache)

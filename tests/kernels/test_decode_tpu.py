@@ -75,31 +75,26 @@ def test_steps_without_keys_fetch_nothing():
 
 
 @pytest.mark.parametrize(
-    ("q", "reason"),
+    ("head_size", "dtype", "reason"),
     [
-        (jax.ShapeDtypeStruct((1, 2, 4, 128), jnp.bfloat16), None),
-        (jax.ShapeDtypeStruct((1, 2, 4, 256), jnp.float32), None),
-        (
-            jax.ShapeDtypeStruct((1, 2, 4, 64), jnp.bfloat16),
-            "it needs a head size of 128 or 256, and it is 64",
-        ),
-        (
-            jax.ShapeDtypeStruct((1, 2, 4, 128), jnp.float16),
-            "it needs float32 or bfloat16 queries, and they are float16",
-        ),
+        (128, jnp.bfloat16, None),
+        (256, jnp.float32, None),
+        (64, jnp.bfloat16, "it needs a head size of 128 or 256, and it is 64"),
+        (128, jnp.float16, "it needs float32 or bfloat16 queries, and they are float16"),
     ],
 )
-def test_refusals(monkeypatch, q, reason):
+def test_refusals(monkeypatch, head_size, dtype, reason):
     class Device:
         platform = "tpu"
         device_kind = "TPU v5 lite"
 
     monkeypatch.setattr(jax, "devices", lambda: [Device])
+    q = jnp.zeros((1, 2, 4, head_size), dtype)
     assert tpu.unsupported(q, q) == reason
 
 
 def test_refuses_another_platform():
-    q = jax.ShapeDtypeStruct((1, 2, 4, 128), jnp.bfloat16)
+    q = jnp.zeros((1, 2, 4, 128), jnp.bfloat16)
     assert tpu.unsupported(q, q) == "it needs a TPU, and the device is cpu"
 
 
@@ -108,25 +103,27 @@ def test_refuses_another_platform():
 @pytest.mark.parametrize("shape", [(2, 32, 8, 128), (1, 16, 16, 128), (2, 8, 4, 256)], ids=str)
 @pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_compiles_without_a_copy_of_the_cache(chip, shape, cache, monkeypatch):
+    """Split over sequences and heads, two by two devices."""
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     num_rows, num_heads, num_kv_heads, head_size = shape
     devices = topologies.get_topology_desc(chip, platform="tpu").devices
-    mesh = Mesh(np.array(devices[:1]), ("x",))
-
-    def array(*shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
-
-    kv = array(2, num_kv_heads, 2**16, head_size, dtype=cache)
-    scales = array(2, num_kv_heads, dtype=jnp.float32)
-    q = array(2, num_rows, num_heads, head_size, dtype=jnp.bfloat16)
+    mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "tensor"))
     windows = (128, 2**16)[-num_rows:]
 
-    @jax.jit
     def operation(q, k, v, lengths, k_scale, v_scale):
         return tpu.attention(q, windows, k, v, lengths, k_scale, v_scale, 0.1)
 
+    rows, heads = P("data", None, "tensor"), P("data", "tensor")
+    specs = (rows, heads, heads, P("data"), heads, heads)
+    kv, scales = ((4, num_kv_heads, 2**16, head_size), cache), ((4, num_kv_heads), jnp.float32)
+    arrays = ((4, num_rows, num_heads, head_size), jnp.bfloat16), kv, kv, ((4,), jnp.int32), scales, scales
+    arguments = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(arrays, specs, strict=True)
+    )
+    split = jax.shard_map(operation, mesh=mesh, in_specs=specs, out_specs=rows)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = operation.lower(q, kv, kv, array(2, dtype=jnp.int32), scales, scales)
+        lowered = jax.jit(split).lower(*arguments)
     memory = lowered.compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 2**20
