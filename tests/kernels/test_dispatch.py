@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels import cross_attention, dual_stream_attention, sliding_window_attention
-from pallas_kernels.dual_stream_attention import api, cudnn
+from pallas_kernels import cross_attention, dispatch, dual_stream_attention, sliding_window_attention
+from pallas_kernels.dual_stream_attention import cudnn
 from pallas_kernels.dual_stream_attention.mask import Stream
 
 NO_GPU = "it needs an NVIDIA GPU, and the device is cpu"
@@ -27,7 +27,7 @@ def _trace(operation, *arrays, **kwargs):
 
 
 def test_imports_jax_and_numpy_only():
-    allowed = {"jax", "numpy", "pallas_kernels"} | set(sys.stdlib_module_names)
+    allowed = {"jax", "numpy", "pallas_kernels", "jax_triton", "triton"} | set(sys.stdlib_module_names)
     files = list(Path(pallas_kernels.__file__).parent.rglob("*.py"))
     assert len(files) >= 7
     for file in files:
@@ -40,7 +40,7 @@ def test_imports_jax_and_numpy_only():
 
 
 def test_auto_takes_xla_on_a_cpu_and_says_so_once(caplog):
-    api._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     q, k = _array(1, 8, 2, 16), _array(1, 8, 1, 16)
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         for _ in range(2):
@@ -119,7 +119,7 @@ def test_cudnn_refusals(monkeypatch, capability, q, mask, reason):
 
 
 def test_auto_prefers_cudnn_where_it_can(monkeypatch, caplog):
-    api._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     _pretend_gpu(monkeypatch)
     called = []
     monkeypatch.setattr(cudnn, "attention", lambda streams, *_: called.append(streams) or [streams[0].q])
