@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
 from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_ranges
 
 _TILE = 128
@@ -39,69 +40,73 @@ def unsupported(
 
 
 def attention(
-    streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
+    streams: tuple[Stream, ...],
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    scale: float,
+    deterministic: bool,
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
-    num_keys = k.shape[1]
-    # Window of the streams that the sweep kernels serve, None for the others.
-    sweeps = tuple(
-        s.window if s.out_index is None and s.window is not None and s.window <= _WIDEST_SWEEP else None
+    tiles = tuple(
+        row_tiles(_pad_range(key_ranges(k.shape[1], window=s.window, segment_ids=segment_ids, out_index=s.out_index)))
         for s in streams
     )
-    ranges = tuple(
-        _pad_range(key_ranges(num_keys, window=s.window, segment_ids=segment_ids, out_index=s.out_index))
-        for s in streams
-    )
-    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), ranges, scale, sweeps)
+    # The windows of the streams that the sweep kernels serve, None for the others.
+    sweeps = tuple(s.window if s.out_index is None and (s.window or k.shape[1]) <= _WIDEST_SWEEP else None for s in streams)
+    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), tiles, scale, sweeps, deterministic)
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(queries, k, v, ranges, scale, sweeps):
-    return _attention_fwd(queries, k, v, ranges, scale, sweeps)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attention(queries, k, v, tiles, scale, sweeps, deterministic):
+    return _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic)[0]
 
 
-def _attention_fwd(queries, k, v, ranges, scale, sweeps):
+def _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic):
     from pallas_kernels.dual_stream_attention.hopper_forward import forward
-    from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
     from pallas_kernels.dual_stream_attention.hopper_window import window_forward
 
+    del deterministic
     outputs, lses = [], []
-    for q, key_range, window in zip(queries, ranges, sweeps, strict=True):
-        tiles = row_tiles(key_range, k.shape[1])
+    for q, stream_tiles, window in zip(queries, tiles, sweeps, strict=True):
         if window is None:
-            out, lse = forward(q, k, v, tiles, scale=scale)
+            out, lse = forward(q, k, v, stream_tiles, scale=scale)
         else:
-            out, lse = window_forward(q, k, v, tiles, window=window, scale=scale)
+            out, lse = window_forward(q, k, v, stream_tiles, window=window, scale=scale)
         outputs.append(checkpoint_name(out, "attention_output"))
         lses.append(checkpoint_name(lse, "attention_lse"))
-    return tuple(outputs), (queries, k, v, ranges, tuple(outputs), tuple(lses))
+    return tuple(outputs), (queries, k, v, tiles, tuple(outputs), tuple(lses))
 
 
-def _attention_bwd(scale, sweeps, residuals, d_outputs):
+def _attention_bwd(scale, sweeps, deterministic, residuals, d_outputs):
     from pallas_kernels.dual_stream_attention.hopper_backward import StreamResiduals, key_gradients, query_gradient
-    from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
     from pallas_kernels.dual_stream_attention.hopper_window import window_query_gradient
 
-    queries, k, v, ranges, outputs, lses = residuals
-    streams = tuple(
-        StreamResiduals(q, out, lse, d_out, row_tiles(key_range, k.shape[1]))
-        for q, out, lse, d_out, key_range in zip(queries, outputs, lses, d_outputs, ranges, strict=True)
-    )
-    d_queries, deltas = zip(
-        *(
-            query_gradient(stream, k, v, scale=scale)
-            if window is None
-            else window_query_gradient(stream, k, v, window=window, scale=scale)
-            for stream, window in zip(streams, sweeps, strict=True)
-        ),
-        strict=True,
-    )
-    dk, dv = key_gradients(streams, deltas, k, v, scale=scale)
+    queries, k, v, tiles, outputs, lses = residuals
+    streams = [StreamResiduals(*x) for x in zip(queries, outputs, lses, d_outputs, tiles, strict=True)]
+    fused = tuple(not deterministic and window is None for window in sweeps)
+    d_queries, deltas = [], []
+    for stream, window, is_fused in zip(streams, sweeps, fused, strict=True):
+        if is_fused:
+            dq, delta = None, _row_sums(stream.out, stream.d_out)
+        elif window is None:
+            dq, delta = query_gradient(stream, k, v, scale=scale)
+        else:
+            dq, delta = window_query_gradient(stream, k, v, window=window, scale=scale)
+        d_queries.append(dq)
+        deltas.append(delta)
+    dk, dv, sums = key_gradients(tuple(streams), tuple(deltas), k, v, scale=scale, with_query_gradient=fused)
+    d_queries = tuple(dq if total is None else total for dq, total in zip(d_queries, sums, strict=True))
     return d_queries, dk, dv, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _row_sums(out: jax.Array, d_out: jax.Array) -> jax.Array:
+    """Row sums [B, N, P] of the output times its gradient."""
+    return jnp.einsum("bpnh,bpnh->bnp", out, d_out, preferred_element_type=jnp.float32)
 
 
 def _pad(x: jax.Array) -> jax.Array:

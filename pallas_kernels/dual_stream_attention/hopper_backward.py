@@ -21,6 +21,7 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     ROW,
     TILE,
     TRANSFORMS,
+    TRANSFORMS_32,
     across,
     down,
     drain,
@@ -177,41 +178,56 @@ def key_gradients(
     v: jax.Array,
     *,
     scale: float,
+    with_query_gradient: tuple[bool, ...],
     stages: int = 2,
-    skip: bool = True,
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group."""
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...]]:
+    """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group.
+
+    For the streams that `with_query_gradient` marks, the gradient [B, P, N, H] of the queries comes along: five matrix
+    products for each pair of tiles instead of the seven of two kernels, but its sum over the key tiles is made by
+    atomic additions, in any order.
+    """
     batch, num_keys, num_kv_heads, head_size = k.shape
     block = _WARPGROUPS * ROWS
-    tile_of = functools.partial(plgpu.SMEM, dtype=k.dtype, transforms=TRANSFORMS)
-    group = streams[0].q.shape[2] // num_kv_heads
+    tile_of = functools.partial(plgpu.SMEM, transforms=TRANSFORMS)
+    d_queries = [
+        jax.new_ref(jnp.zeros(s.q.shape, jnp.float32)) if f else None for s, f in zip(streams, fused, strict=True)
+    ]
     arrays = tuple(
         (s.q, s.lse, s.d_out, delta, s.tiles.start, s.tiles.end, s.tiles.seen, s.tiles.whole,
-         row_tile_range(s.tiles, num_keys, block))
-        for s, delta in zip(streams, deltas, strict=True)
+         row_tile_range(s.tiles, num_keys, block), d_q)
+        for s, delta, d_q in zip(streams, deltas, d_queries, strict=True)
     )  # fmt: skip
-    return plgpu.kernel(
-        functools.partial(_key_kernel, group=group, scale=scale, stages=stages, skip=skip),
-        out_type=(k, v),
+    exchange = (
+        tile_of((_WARPGROUPS, _WARPGROUPS, ROWS, ROWS), k.dtype),
+        plgpu.SMEM((_WARPGROUPS, ROWS, head_size), jnp.float32, transforms=TRANSFORMS_32),
+        plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_WARPGROUPS),
+        plgpu.Barrier(num_arrivals=_WARPGROUPS),
+    )
+    dk, dv = plgpu.kernel(
+        functools.partial(_key_kernel, group=streams[0].q.shape[2] // num_kv_heads, scale=scale, stages=stages),
+        out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         grid=(num_kv_heads, num_keys // block, batch),
         grid_names=("head", "tile", "batch"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            (tile_of((_WARPGROUPS, ROWS, head_size)),) * 2,
+            (tile_of((_WARPGROUPS, ROWS, head_size), k.dtype),) * 2,
             plgpu.Barrier(num_arrivals=2, num_barriers=_WARPGROUPS),
-            ((tile_of((stages, ROWS, head_size)), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
+            ((tile_of((stages, ROWS, head_size), k.dtype), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
             (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2,
             (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
+            exchange if any(with_query_gradient) else None,
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(arrays, k, v)
+    return dk, dv, tuple(None if x is None else (jax.freeze(x) * scale).astype(k.dtype) for x in d_queries)
 
 
 def _key_kernel(
     streams, k_ref, v_ref, dk_ref, dv_ref,
-    kv_smem, kv_ready, row_smem, row_ready, row_free,
-    *, group, scale, stages, skip,
+    kv_smem, kv_ready, row_smem, row_ready, row_free, exchange,
+    *, group, scale, stages,
 ):  # fmt: skip
     warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     tile = lax.axis_index("tile")
@@ -221,7 +237,7 @@ def _key_kernel(
         """carry = body(stream, its index of the sequence, head, row tile, running number, carry) over all of them."""
         number = jnp.int32(0)
         for stream in streams:
-            tile_range_ref = stream[-1]
+            tile_range_ref = stream[8]
             range_batch = batch if tile_range_ref.shape[0] > 1 else 0
             first, last = tile_range_ref[range_batch, tile, 0], tile_range_ref[range_batch, tile, 1]
 
@@ -247,14 +263,11 @@ def _key_kernel(
         plgpu.barrier_wait(kv_ready.at[warpgroup])
 
         def row_tile(stream, range_batch, head, index, number, carry):
-            del head
-            start_ref, end_ref, seen_ref, whole_ref = stream[4:8]
+            start_ref, end_ref, seen_ref, whole_ref, _, dq_ref = stream[4:]
             slot = lax.rem(number, jnp.int32(stages))
             rows = pl.ds(index * ROWS, ROWS)
             is_whole = first_key >= whole_ref[range_batch, index, 0]
             is_whole &= first_key + ROWS <= whole_ref[range_batch, index, 1]
-            is_seen = first_key + ROWS > seen_ref[range_batch, index, 0]
-            is_seen &= first_key < seen_ref[range_batch, index, 1]
             q_tile, d_out_tile = q_smem.at[slot], d_out_smem.at[slot]
             plgpu.barrier_wait(row_ready[0].at[slot])
             plgpu.barrier_wait(row_ready[1].at[slot])
@@ -278,23 +291,43 @@ def _key_kernel(
                     weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
                     plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
                     delta = plgpu.load(delta_smem.at[slot], layout=COLUMN)
-                    # The copies that refill the stage must come after these reads of it.
-                    plgpu.commit_smem()
+                    if dq_ref is None:
+                        # The copies that refill the stage must come after these reads of it.
+                        plgpu.commit_smem()
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    d_scores = weights * (d_weights - across(delta, s.shape))
-                    plgpu.wgmma(dk_ref, d_scores.astype(k_tile.dtype), q_tile)
+                    d_scores = (weights * (d_weights - across(delta, s.shape))).astype(k_tile.dtype)
+                    if dq_ref is not None:
+                        d_scores_smem, _, exchanged, _ = exchange
+                        owner = lax.rem(number, jnp.int32(_WARPGROUPS))
+                        d_scores_smem.at[owner, warpgroup][...] = d_scores
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(exchanged.at[owner])
+                    plgpu.wgmma(dk_ref, d_scores, q_tile)
 
                 pl.run_scoped(transposed, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
 
             def step(carry):
                 return tuple(pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry)))
 
-            carry = lax.cond(is_seen, step, lambda carry: carry, carry) if skip else step(carry)
+            if dq_ref is None:
+                is_seen = first_key + ROWS > seen_ref[range_batch, index, 0]
+                is_seen &= first_key < seen_ref[range_batch, index, 1]
+                carry = lax.cond(is_seen, step, lambda carry: carry, carry)
+            else:
+                carry = step(carry)
+                pl.when(lax.rem(number, jnp.int32(_WARPGROUPS)) == warpgroup)(
+                    lambda: _add_query_gradient(dq_ref.at[batch, rows, head], kv_smem[0], *exchange, warpgroup)
+                )
             plgpu.barrier_arrive(row_free[0].at[slot])
             plgpu.barrier_arrive(row_free[1].at[slot])
             return carry
 
         dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
+        plgpu.wait_smem_to_gmem(0)
+        if exchange is not None:
+            # The other warpgroup may still read these keys for the last row tile.
+            plgpu.barrier_arrive(exchange[3])
+            plgpu.barrier_wait(exchange[3])
         k_tile[...] = (dk * scale).astype(k_tile.dtype)
         v_tile[...] = dv.astype(v_tile.dtype)
         plgpu.commit_smem()
@@ -318,3 +351,24 @@ def _key_kernel(
             return number + 1
 
         drain(for_row_tiles(row_tile, jnp.int32(0)), stages, row_free)
+
+
+def _add_query_gradient(dq_ref, k_smem, d_scores_smem, dq_smem, exchanged, finished, warpgroup):
+    """Adds the share of this block's keys in the gradient of 64 query rows, once both warpgroups have stored theirs.
+
+    The warpgroups take turns, each with its own buffer of score gradients [64 keys, 64 rows] for each of both.
+    """
+    del finished
+    plgpu.barrier_wait(exchanged.at[warpgroup])
+
+    def weighted_keys(acc_ref):
+        for i in range(_WARPGROUPS):
+            plgpu.wgmma(acc_ref, d_scores_smem.at[warpgroup, i].transpose((1, 0)), k_smem.at[i])
+        return acc_ref[...]
+
+    dq = pl.run_scoped(weighted_keys, plgpu.ACC((ROWS, k_smem.shape[2]), jnp.float32))
+    staged = dq_smem.at[warpgroup]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staged[...] = dq
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, dq_ref, reduction_op="add")

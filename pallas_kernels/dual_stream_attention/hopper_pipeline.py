@@ -23,7 +23,8 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Registers of a matrix product's result, of one value for each of its rows, and of one for each column."""
 
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""How 16-bit operands of matrix products lie in shared memory."""
+TRANSFORMS_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+"""How operands of matrix products lie in shared memory, and 32-bit results."""
 
 
 def down(x: jax.Array, shape: tuple[int, int]) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels.dual_stream_attention.mask import KeyRange
 
 WARPGROUP_ROWS = 64
+_FAR = 2**30
 
 
 class RowTiles(NamedTuple):
@@ -28,11 +29,11 @@ class RowTiles(NamedTuple):
     whole: jax.Array
 
 
-def row_tiles(key_range: KeyRange, num_keys: int) -> RowTiles:
-    """Tiles of 64 rows; the number of rows is a multiple of 64. A tile that sees nothing has seen = (T, 0)."""
+def row_tiles(key_range: KeyRange) -> RowTiles:
+    """Tiles of 64 rows; the number of rows is a multiple of 64. A tile that sees nothing has seen = (far away, 0)."""
     start, end = (x.reshape(x.shape[0], -1, WARPGROUP_ROWS) for x in key_range)
     visible = end > start
-    seen = jnp.stack([jnp.where(visible, start, num_keys).min(-1), jnp.where(visible, end, 0).max(-1)], axis=-1)
+    seen = jnp.stack([jnp.where(visible, start, _FAR).min(-1), jnp.where(visible, end, 0).max(-1)], axis=-1)
     whole = jnp.stack([start.max(-1), end.min(-1)], axis=-1)
     return RowTiles(*key_range, seen, whole)
 
