@@ -60,11 +60,13 @@ def training_program(
 
     def attention(queries, k, v, segment_ids):
         options = {"segment_ids": segment_ids, "impl": impl, "deterministic": deterministic}
+        if case == "both":
+            q_ctx, q_out = queries
+            return pallas_kernels.dual_stream_attention(q_ctx, q_out, k, v, window=shape.window, **options)
+        (q,) = queries
         if case == "window":
-            return (pallas_kernels.sliding_window_attention(*queries, k, v, window=shape.window, **options),)
-        if case == "full":
-            return (pallas_kernels.cross_attention(*queries, k, v, **options),)
-        return pallas_kernels.dual_stream_attention(*queries, k, v, window=shape.window, **options)
+            return (pallas_kernels.sliding_window_attention(q, k, v, window=shape.window, **options),)
+        return (pallas_kernels.cross_attention(q, k, v, **options),)
 
     return _program(attention, STREAMS[case], gradients)
 
@@ -108,11 +110,9 @@ def _peers(shape: TrainingShape, window: int | None, gradients: bool) -> dict[st
         options = {"softmax_scale": shape.head_size**-0.5, **mask}
         if segment_ids is None:
             return fa3.flash_mha(q, k, v, **options)[..., : shape.head_size]
-        ids = shape.segment_ids()
-        assert ids is not None
-        starts = jnp.asarray([i for i in range(ids.size) if i % shape.length == 0 or ids.flat[i] != ids.flat[i - 1]])
-        starts = jnp.append(starts, ids.size).astype(jnp.int32)
-        longest = max(shape.documents or ())
+        lengths = shape.document_lengths()
+        starts = jnp.asarray([0, *lengths.cumsum()], jnp.int32)
+        longest = int(lengths.max())
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
         out = fa3.flash_mha_varlen(q, k, v, starts, max_seqlen_q=longest, max_seqlen_k=longest, **options)
         return out.reshape(shape.batch, shape.length, *out.shape[1:])[..., : shape.head_size]
@@ -156,11 +156,12 @@ def decode_program(shape: DecodeShape, case: str, impl: Any = "xla") -> Program:
     """Our operation for one case of `ROWS`."""
 
     def program(inputs: Arrays) -> Arrays:
+        operations: Any = pallas_kernels
         cache = inputs["k"], inputs["v"], inputs["lengths"]
-        queries = (inputs[f"q_{row}"] for row in ROWS[case])
         if case == "one row":
-            return {"o_out": pallas_kernels.decode_attention(*queries, *cache, impl=impl)}
-        outputs = pallas_kernels.paired_decode_attention(*queries, *cache, window=shape.window, impl=impl)
+            return {"o_out": operations.decode_attention(inputs["q_out"], *cache, impl=impl)}
+        queries = inputs["q_ctx"], inputs["q_out"]
+        outputs = operations.paired_decode_attention(*queries, *cache, window=shape.window, impl=impl)
         return _named("o", ROWS[case], outputs)
 
     return program

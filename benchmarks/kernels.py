@@ -23,13 +23,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from benchmarks.candidates import (
     PEERS,
     Arrays,
@@ -44,7 +47,7 @@ from benchmarks.candidates import (
 from benchmarks.data import RESULTS, commit
 from benchmarks.parity import OURS, Reference, in_float32, violations
 from benchmarks.parity import PEERS as PEERS_FACTOR
-from benchmarks.shapes import ROWS, SHAPES, STREAMS, TINY_SHAPES, Cost, Shape, TrainingShape
+from benchmarks.shapes import ROWS, SHAPES, STREAMS, TINY_SHAPES, Cost, DecodeShape, Shape, TrainingShape
 
 CALLS, SECONDS = 20, 0.1
 """Calls of one measurement, and how long it may take."""
@@ -59,14 +62,18 @@ class Task:
     """One pass of one case of a shape, and the programs that do it."""
 
     case: str
-    gradients: bool
+    passes: str  # "fwd" or "fwd+bwd"
     cost: Cost
     parts: tuple[str, ...]  # cases whose best peers do the same together
     candidates: list[Candidate]
 
     @property
     def label(self) -> str:
-        return f"{self.case} {'fwd+bwd' if self.gradients else 'fwd'}"
+        return f"{self.case} {self.passes}"
+
+    @property
+    def peers(self) -> set[str]:
+        return {candidate.name for candidate in self.candidates if candidate.is_peer}
 
 
 @dataclass(frozen=True)
@@ -86,15 +93,14 @@ def main(argv: list[str] | None = None) -> None:
         "--shape", nargs="+", choices=shapes, default=list(SHAPES), metavar="NAME", help=f"any of {', '.join(shapes)}"
     )
     parser.add_argument("--repeats", type=int, default=5, help="times taken of each program (default: 5)")
-    parser.add_argument(
-        "--operations", type=float, default=790e12, help="ceiling a second (default: an H200's, 790e12)"
-    )
-    parser.add_argument("--bytes", type=float, default=4.3e12, help="ceiling a second (default: an H200's, 4.3e12)")
+    for name, ceiling in (("operations", 790e12), ("bytes", 4.3e12)):
+        text = f"ceiling of the floor (default: {ceiling:.3g}, an H200's)"
+        parser.add_argument(f"--{name}-per-second", type=float, default=ceiling, help=text)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if jax.default_backend() != "gpu" and not set(arguments.shape) <= set(TINY_SHAPES):
         parser.error(f"these shapes need an NVIDIA GPU; without one, --shape takes {', '.join(TINY_SHAPES)}")
-    ceilings = Ceilings(arguments.operations, arguments.bytes)
+    ceilings = Ceilings(arguments.operations_per_second, arguments.bytes_per_second)
     result = facts(sys.argv[1:] if argv is None else argv) | {
         "repeats": arguments.repeats,
         "ceilings": {"assumed": asdict(ceilings), "measured": asdict(measured_ceilings(arguments.repeats))},
@@ -102,6 +108,9 @@ def main(argv: list[str] | None = None) -> None:
     }
     print_facts(result)
     for name in arguments.shape:
+        if isinstance(shapes[name], DecodeShape) and not hasattr(pallas_kernels, "paired_decode_attention"):
+            print(f"\n{name}: not run: there is no paired_decode_attention yet")
+            continue
         try:
             found = benchmark(shapes[name], arguments.repeats, ceilings)
         except WrongResult as error:
@@ -109,8 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         result["shapes"][name] = found
         print_shape(name, found)
         # After each shape, so that a run that is cut off has written what it measured.
-        path = write(result, arguments.results)
-    print(f"written to {path}", file=sys.stderr)
+        print(f"written to {write(result, arguments.results)}", file=sys.stderr)
 
 
 def benchmark(shape: Shape, repeats: int, ceilings: Ceilings) -> dict[str, Any]:
@@ -119,57 +127,55 @@ def benchmark(shape: Shape, repeats: int, ceilings: Ceilings) -> dict[str, Any]:
     Raises:
         WrongResult: one of our kernels breaks the numerics rule.
     """
-    inputs = shape.inputs()
-    if not isinstance(shape, TrainingShape):
-        inputs = decode_layouts(inputs)
+    stages = {"start": time.perf_counter()}
+    inputs = shape.inputs() if isinstance(shape, TrainingShape) else decode_layouts(shape.inputs())
     tasks = tasks_of(shape)
-    programs = {(task.label, c.name): c.program for task in tasks for c in task.candidates}
+    programs: dict[tuple[str, str], Program] = {(t.label, c.name): c.program for t in tasks for c in t.candidates}
     for case, program in reference_programs(shape).items():
         programs |= {(case, "truth"): in_float32(program), (case, "yardstick"): program}
     compiled = compile_all(programs, inputs)
+    stages["compile"] = time.perf_counter()
     references = {
-        case: Reference(*(_run(compiled[case, which], inputs) for which in Reference._fields))
+        case: Reference(_run(compiled[case, "truth"], inputs), _run(compiled[case, "yardstick"], inputs))
         for case in reference_programs(shape)
     }
-    failures, rows = {}, []
-    right: dict[str, list[Candidate]] = {}
+    runs: dict[str, dict[str, Callable[[], Any]]] = {task.label: {} for task in tasks}
+    not_run: dict[str, list[str]] = {}
     for task in tasks:
-        right[task.label] = []
         for candidate in task.candidates:
-            reason = why_not(candidate, compiled[task.label, candidate.name], inputs, references[task.case])
+            program = compiled[task.label, candidate.name]
+            reason = why_not(candidate, program, inputs, references[task.case])
             if reason is None:
-                right[task.label].append(candidate)
+                runs[task.label][candidate.name] = partial(program, inputs)
             else:
-                failures.setdefault(f"{candidate.name}: {reason}", []).append(task.label)
-    del references
-    for task in tasks:
-        runs = {c.name: _bound(compiled[task.label, c.name], inputs) for c in right[task.label]}
-        for name, times in alternate(runs, repeats).items():
-            is_peer = next(c.is_peer for c in task.candidates if c.name == name)
-            rows.append({"case": task.label, "candidate": name, "is_peer": is_peer, "seconds": times})
+                not_run.setdefault(f"{candidate.name}: {reason}", []).append(task.label)
+    stages["check"] = time.perf_counter()
+    seconds = {task.label: alternate(runs[task.label], repeats) for task in tasks}
+    stages["time"] = time.perf_counter()
     return {
         "shape": asdict(shape),
-        "rows": table(tasks, rows, ceilings),
-        "not_run": failures,
+        "rows": table(tasks, seconds, ceilings),
+        "not_run": not_run,
+        "wall_seconds": {name: stages[name] - stages[before] for before, name in pairwise(stages)},
     }
 
 
 def tasks_of(shape: Shape) -> list[Task]:
     if not isinstance(shape, TrainingShape):
         return [
-            Task(case, False, shape.cost(rows), ("one row",), list(decode_candidates(shape, case)))
+            Task(case, "fwd", shape.cost(rows), ("one row",), list(decode_candidates(shape, case)))
             for case, rows in ROWS.items()
         ]
     return [
         Task(
             case,
-            gradients,
+            passes,
             shape.cost(streams, gradients),
             ("full", "window") if case == "both" else (case,),
             list(training_candidates(shape, case, gradients)),
         )
         for case, streams in STREAMS.items()
-        for gradients in (False, True)
+        for passes, gradients in (("fwd", False), ("fwd+bwd", True))
     ]
 
 
@@ -180,7 +186,7 @@ def reference_programs(shape: Shape) -> dict[str, Program]:
     return {case: decode_program(shape, case) for case in ROWS}
 
 
-def compile_all(programs: dict[Any, Program], inputs: Arrays) -> dict[Any, Callable[[Arrays], Arrays] | Exception]:
+def compile_all(programs: dict[Any, Program], inputs: Arrays) -> dict[Any, Any]:
     """Each program compiled for the inputs, or what went wrong; traced in turn, compiled in parallel."""
     compiled: dict[Any, Any] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -221,10 +227,6 @@ def _run(compiled, inputs: Arrays) -> Arrays:
     return jax.block_until_ready(compiled(inputs))
 
 
-def _bound(compiled, inputs: Arrays) -> Callable[[], Any]:
-    return lambda: compiled(inputs)
-
-
 def alternate(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Seconds a call of each function, `repeats` times, taken in turns so that a drift of the machine meets all."""
     for run in runs.values():
@@ -245,47 +247,51 @@ def seconds_a_call(run: Callable[[], Any], calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def table(tasks: list[Task], measured: list[dict], ceilings: Ceilings) -> list[dict[str, Any]]:
-    """The rows of the report: those of `measured` and, for each task that has one, the best composition of peers."""
+Seconds = dict[str, dict[str, list[float]]]
+"""Seconds a call, by label of the task and name of the candidate."""
+
+
+def table(tasks: list[Task], seconds: Seconds, ceilings: Ceilings) -> list[dict[str, Any]]:
+    """The rows of the report, the fastest of each task first, with the best peers where they do it in other cases."""
     rows = []
     for task in tasks:
-        found = [row for row in measured if row["case"] == task.label]
-        medians = {row["candidate"]: statistics.median(row["seconds"]) for row in found}
-        best = best_composition(task, tasks, measured)
-        for row in found:
-            seconds = medians[row["candidate"]]
+        best_name, best = best_composition(task, tasks, seconds)
+        found = dict(seconds[task.label])
+        if task.parts != (task.case,) and best is not None:
+            found[f"best peers: {best_name}"] = [best]
+        for name, times in sorted(found.items(), key=lambda item: statistics.median(item[1])):
+            median = statistics.median(times)
             rows.append(
-                _row(task, row["candidate"], seconds, ceilings)
-                | {"lowest_ms": min(row["seconds"]) * 1e3, "highest_ms": max(row["seconds"]) * 1e3}
-                | {"over_best_peers": seconds / best[1] if best else None}
+                {
+                    "case": task.label,
+                    "candidate": name,
+                    "ms": median * 1e3,
+                    "lowest_ms": min(times) * 1e3,
+                    "highest_ms": max(times) * 1e3,
+                    "tflops": task.cost.operations / median / 1e12,
+                    "gbps": task.cost.bytes / median / 1e9,
+                    "time_over_best_peers": None if best is None else median / best,
+                    "floor_over_time": ceilings.floor(task.cost) / median,
+                }
             )
-        if best and task.parts != (task.case,):
-            rows.append(_row(task, f"best peers: {best[0]}", best[1], ceilings) | {"over_best_peers": 1.0})
     return rows
 
 
-def _row(task: Task, candidate: str, seconds: float, ceilings: Ceilings) -> dict[str, Any]:
-    return {
-        "case": task.label,
-        "candidate": candidate,
-        "ms": seconds * 1e3,
-        "tflops": task.cost.operations / seconds / 1e12,
-        "gbps": task.cost.bytes / seconds / 1e9,
-        "floor_over_time": ceilings.floor(task.cost) / seconds,
-    }
-
-
-def best_composition(task: Task, tasks: list[Task], measured: list[dict]) -> tuple[str, float] | None:
-    """Names and total seconds of the fastest peer of each part of the task, or None where a part has no peer."""
+def best_composition(task: Task, tasks: list[Task], seconds: Seconds) -> tuple[str, float | None]:
+    """Names and total of the fastest peers that do the parts of a task; no total where a part has no peer."""
     names, total = [], 0.0
     for part in task.parts:
-        label = next(t.label for t in tasks if t.case == part and t.gradients == task.gradients)
-        peers = [row for row in measured if row["case"] == label and row["is_peer"]]
-        if not peers:
-            return None
-        best = min(peers, key=lambda row: statistics.median(row["seconds"]))
-        names.append(f"{best['candidate']} ({part})" if len(task.parts) > 1 else best["candidate"])
-        total += statistics.median(best["seconds"])
+        peer_task = next(t for t in tasks if t.case == part and t.passes == task.passes)
+        medians = {
+            name: statistics.median(times)
+            for name, times in seconds[peer_task.label].items()
+            if name in peer_task.peers
+        }
+        if not medians:
+            return "", None
+        best = min(medians, key=medians.__getitem__)
+        names.append(f"{best} ({part})")
+        total += medians[best]
     return " + ".join(names), total
 
 
@@ -338,20 +344,16 @@ def print_facts(result: dict[str, Any]) -> None:
 def print_shape(name: str, found: dict[str, Any]) -> None:
     sizes = ", ".join(f"{key} {value}" for key, value in found["shape"].items() if value is not None)
     print(f"\n{name}: {sizes}")
-    print(f"{'case':16s} {'candidate':44s} {'ms':>9s} {'TFLOP/s':>8s} {'GB/s':>7s} {'/ peers':>7s} {'floor':>6s}")
-    for row in sorted(found["rows"], key=lambda row: (_cases(found).index(row["case"]), row["ms"])):
-        over = row["over_best_peers"]
+    print(f"{'case':16s} {'candidate':44s} {'ms':>9s} {'TFLOP/s':>8s} {'GB/s':>7s} {'peers':>7s} {'floor':>6s}")
+    for row in found["rows"]:
+        over = row["time_over_best_peers"]
         print(
             f"{row['case']:16s} {row['candidate']:44s} {row['ms']:9.4f} {row['tflops']:8.1f} {row['gbps']:7.0f} "
             f"{'-' if over is None else f'{over:.3f}':>7s} {row['floor_over_time']:6.1%}"
         )
     for reason, labels in found["not_run"].items():
         print(f"not run: {reason} ({', '.join(labels)})")
-    sys.stdout.flush()
-
-
-def _cases(found: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["case"] for row in found["rows"]))
+    print("seconds:", ", ".join(f"{stage} {value:.0f}" for stage, value in found["wall_seconds"].items()), flush=True)
 
 
 def write(result: dict[str, Any], folder: Path) -> Path:

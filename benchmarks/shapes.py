@@ -24,7 +24,7 @@ class Cost(NamedTuple):
     """Operations (a multiply-add is two) and bytes to and from memory that no implementation can do without."""
 
     operations: float
-    bytes: int
+    bytes: float
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,16 @@ class TrainingShape:
     window: int = 128
     documents: tuple[int, ...] | None = None
 
+    def document_lengths(self) -> np.ndarray:
+        """Lengths [B, documents] of the documents of each row: those of row b are those of row 0, turned by b."""
+        return np.stack([np.roll(self.documents or (self.length,), b) for b in range(self.batch)])
+
     def segment_ids(self) -> np.ndarray | None:
-        """Segment ids [B, T] from 1 on; the documents of row b are those of row 0, turned by b."""
+        """Segment ids [B, T], from 1 on in each row."""
         if self.documents is None:
             return None
         ids = np.arange(1, len(self.documents) + 1, dtype=np.int32)
-        return np.stack([np.repeat(ids, np.roll(self.documents, b)) for b in range(self.batch)])
+        return np.stack([np.repeat(ids, lengths) for lengths in self.document_lengths()])
 
     def pairs(self, stream: str) -> int:
         """Number of (row, key) pairs of one sequence and head such that the row sees the key."""
@@ -125,8 +129,9 @@ TINY_SHAPES: dict[str, Shape] = {
 
 
 def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return {
-        name: jax.random.normal(key, shape, jnp.bfloat16)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
+    @jax.jit
+    def draw(key):
+        keys = jax.random.split(key, len(shapes))
+        return {name: jax.random.normal(keys[i], shapes[name], jnp.bfloat16) for i, name in enumerate(shapes)}
+
+    return draw(jax.random.key(seed))
