@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from benchmarks import candidates, kernels
 from benchmarks.candidates import Candidate, training_candidates, training_program
 from benchmarks.kernels import Ceilings, Task, WrongResult
-from benchmarks.parity import OURS, PEERS, Reference, violations
+from benchmarks.parity import OURS, PEERS, Reference, in_float32, violations
 from benchmarks.shapes import SHAPES, STREAMS, TINY_SHAPES, Cost, DecodeShape, TrainingShape
 from pallas_kernels.dual_stream_attention import api, reference, xla
 
@@ -219,6 +220,39 @@ def test_errors_of_tracing_and_of_compiling_are_kept():
     assert compiled["good"]({"x": jnp.ones(3)})["y"].tolist() == [2, 2, 2]
 
 
+# Programs
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_training_programs_are_the_operation(case):
+    inputs = in_float32(lambda inputs: inputs)(UNEVEN.inputs())
+    found = jax.jit(training_program(UNEVEN, case, gradients=True))(inputs)
+    x = {name: np.asarray(array) for name, array in inputs.items()}
+    for stream in {"ctx", "out"} - set(STREAMS[case]):
+        x[f"do_{stream}"] = np.zeros_like(x[f"do_{stream}"])
+    operands, mask = (x["q_ctx"], x["q_out"], x["k"], x["v"]), {"window": 7, "segment_ids": x["segment_ids"]}
+    values = reference.dual_stream_attention(*operands, **mask)
+    grads = reference.dual_stream_attention_grad(*operands, x["do_ctx"], x["do_out"], **mask)
+    truth = dict(zip(("o_ctx", "o_out", "dq_ctx", "dq_out", "dk", "dv"), (*values, *grads), strict=True))
+    assert set(found) == {f"{kind}_{stream}" for kind in ("o", "dq") for stream in STREAMS[case]} | {"dk", "dv"}
+    for name, array in found.items():
+        # Sums of 50 float32 products of numbers around 1.
+        np.testing.assert_allclose(array, truth[name], atol=1e-5, rtol=1e-5, err_msg=name)
+    forward = jax.jit(training_program(UNEVEN, case, gradients=False))(inputs)
+    assert set(forward) == {f"o_{stream}" for stream in STREAMS[case]}
+    assert all((forward[name] == found[name]).all() for name in forward)
+
+
+def test_our_backends_are_timed_in_each_of_their_modes():
+    shape = SHAPES["b8_t2048_h128"]
+    assert isinstance(shape, TrainingShape)
+    ours = {p: [c.name for c in training_candidates(shape, "both", p)] for p in (False, True)}
+    assert ours == {
+        False: ["ours hopper", "ours cudnn"],
+        True: ["ours hopper", "ours hopper, not deterministic", "ours cudnn"],
+    }
+
+
 # Peers
 
 
@@ -240,7 +274,13 @@ def fake_flash_attn3():
         ids = jnp.searchsorted(starts, jnp.arange(len(q)), side="right")
         return attend(q[None], k[None], v[None], ids[None], **options)[0]
 
-    return SimpleNamespace(flash_mha=flash_mha, flash_mha_varlen=flash_mha_varlen)
+    def flash_mha_with_kvcache(q, k, v, num_splits):
+        assert num_splits > 1
+        return jax.nn.dot_product_attention(q, k, v, implementation="xla")
+
+    return SimpleNamespace(
+        flash_mha=flash_mha, flash_mha_varlen=flash_mha_varlen, flash_mha_with_kvcache=flash_mha_with_kvcache
+    )
 
 
 def fake_jla(extra=0):
@@ -290,6 +330,18 @@ def test_peers_are_asked_for_the_same_attention(name, case, peers):
 
 
 # Runs
+
+
+@pytest.mark.skipif(not hasattr(pallas_kernels, "paired_decode_attention"), reason="the operation is not here yet")
+def test_decode_run_on_a_processor(tmp_path, capsys, monkeypatch, peers):
+    peers(flash_attn3_jax=fake_flash_attn3())
+    monkeypatch.setattr(kernels, "CALLS", 2)
+    kernels.main(["--shape", "tiny_decode", "--repeats", "1", "--results", str(tmp_path)])
+    rows = json.loads((tmp_path / "kernels_cpu.json").read_text())["shapes"]["tiny_decode"]["rows"]
+    found = {(row["case"], row["candidate"].partition(":")[0]) for row in rows}
+    splits = {("one row fwd", f"FA3, {n} splits") for n in (8, 16, 32)}
+    assert found == splits | {("pair fwd", "ours xla"), ("pair fwd", "best peers"), ("one row fwd", "ours xla")}
+    assert "not run: ours triton: it needs an NVIDIA GPU" in capsys.readouterr().out
 
 
 @pytest.mark.slow
