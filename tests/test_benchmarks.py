@@ -2,7 +2,7 @@
 
 import json
 import sys
-import time
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import jax
@@ -144,16 +144,19 @@ def test_programs_take_turns():
     assert called == warm_up + turn * 3
 
 
-def test_slow_programs_are_called_less_often():
-    called = []
+def test_slow_programs_are_called_less_often(monkeypatch):
+    now, called = [0.0], []
+    monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def slow():
-        called.append(None)
-        time.sleep(0.6 * kernels.SECONDS)
+    def slow(seconds):
+        called.append(seconds)
+        now[0] += seconds
 
-    (seconds,) = kernels.alternate({"slow": slow}, repeats=1)["slow"]
-    assert len(called) == 3
-    assert seconds >= 0.6 * kernels.SECONDS
+    runs = {name: partial(slow, share * kernels.SECONDS) for name, share in (("slow", 0.3), ("very slow", 7.0))}
+    times = kernels.alternate(runs, repeats=1)
+    assert times["slow"] == pytest.approx([0.3 * kernels.SECONDS])
+    assert times["very slow"] == pytest.approx([7 * kernels.SECONDS])
+    assert len(called) == 2 * 2 + 3 + 1
 
 
 # Parity
@@ -203,8 +206,14 @@ def test_why_a_program_is_not_timed():
     def wrong(inputs):
         return {"dk": 2 * inputs["dk"]}
 
+    def rough(inputs):
+        return {"dk": inputs["dk"] + 4e-3}
+
     assert reason(lambda inputs: inputs, True) is None
     assert reason(lambda inputs: inputs, False) is None
+    assert reason(rough, True) is None
+    with pytest.raises(WrongResult):
+        reason(rough, False)
     assert reason(refused, True) == reason(refused, False) == "it needs a y"
     assert reason(broken, True) == "RuntimeError: out of memory"
     assert (reason(wrong, True) or "").startswith("wrong results: dk: maximum error 1 above")
