@@ -13,14 +13,14 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dual_stream_attention import cudnn, xla
+from pallas_kernels.dual_stream_attention import cudnn, tpu, xla
 from pallas_kernels.dual_stream_attention.mask import Stream
 
-Impl = Literal["auto", "xla", "cudnn"]
+Impl = Literal["auto", "xla", "cudnn", "tpu"]
 
 _logger = logging.getLogger("pallas_kernels")
 
-_BACKENDS = {"cudnn": cudnn, "xla": xla}
+_BACKENDS = {"tpu": tpu, "cudnn": cudnn, "xla": xla}
 """In the order in which `auto` tries them."""
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
