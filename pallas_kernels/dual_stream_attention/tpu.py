@@ -31,8 +31,8 @@ def unsupported(
         return f"it needs a TPU, and the device is {device.device_kind}"
     if k.dtype == jnp.float16:
         return "it needs float32 or bfloat16, and the inputs are float16"
-    if head_size % 64 or head_size > 256:
-        return f"it needs a head size of 64, 128, 192 or 256, and it is {head_size}"
+    if head_size % 8 or head_size > 256:
+        return f"it needs a head size that is a multiple of 8 and at most 256, and it is {head_size}"
     return None
 
 
@@ -40,16 +40,12 @@ def attention(
     streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
-    batch, num_keys = k.shape[:2]
-    ranges = []
-    for stream in streams:
-        ranges.append(
-            key_ranges(num_keys, window=stream.window, segment_ids=segment_ids, out_index=stream.out_index)
-        )
-    halos = tuple(
-        tpu_window.halo_of(stream.window, num_keys) if stream.out_index is None else None for stream in streams
+    num_keys = k.shape[1]
+    ranges = tuple(
+        key_ranges(num_keys, window=s.window, segment_ids=segment_ids, out_index=s.out_index) for s in streams
     )
-    return _attention(tuple(stream.q for stream in streams), k, v, tuple(ranges), halos, scale)
+    halos = tuple(tpu_window.halo_of(s.window, num_keys) if s.out_index is None else None for s in streams)
+    return _attention(tuple(s.q for s in streams), k, v, ranges, halos, scale)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))

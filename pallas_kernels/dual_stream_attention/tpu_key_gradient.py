@@ -32,7 +32,6 @@ from pallas_kernels.dual_stream_attention.tpu_tiles import (
     visited_block,
 )
 
-
 _ROW_AXES = Rows(1, 1, 0, 0, 1, 1)
 """Where rows are counted in a block of each."""
 
@@ -84,9 +83,7 @@ def _specs(number, stream, group, key_block):
 
     num_rows = stream.rows.q.shape[2]
     if stream.halo is None:
-        return specs(
-            block_size(num_rows), lambda b, i, _head, step, visits: visited_block(*visits[number], b, i, step)
-        )
+        return specs(block_size(num_rows), lambda b, i, _head, step, visits: visited_block(*visits[number], b, i, step))
     halos = key_block // stream.halo
     # The last block has no rows after it: it reads its own last ones, which the kernel makes blind.
     return (
@@ -118,9 +115,7 @@ def _kernel(visits, k_ref, v_ref, streams, dk_ref, dv_ref, dk_acc, dv_acc, *, sc
         after = Rows(*(ref[...] for ref in after))
         is_last = key_block == pl.num_programs(2) - 1
         after = after._replace(end=jnp.where(is_last, 0, after.end))
-        rows = [
-            jnp.concatenate([x[...], y], axis) for x, y, axis in zip(own, after, _ROW_AXES, strict=True)
-        ]
+        rows = [jnp.concatenate([x[...], y], axis) for x, y, axis in zip(own, after, _ROW_AXES, strict=True)]
         for key in range(0, k_ref.shape[0], TILE):
             tile = [
                 lax.slice_in_dim(x, key, key + TILE + after.q.shape[0], axis=axis)

@@ -142,7 +142,20 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-    first_ref, shift_ref, start_ref, end_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, dq_ref, acc_ref, *, scale
+    first_ref,
+    shift_ref,
+    start_ref,
+    end_ref,
+    q_ref,
+    k_ref,
+    v_ref,
+    d_out_ref,
+    lse_ref,
+    delta_ref,
+    dq_ref,
+    acc_ref,
+    *,
+    scale,
 ):
     @pl.when(pl.program_id(3) == 0)
     def _():

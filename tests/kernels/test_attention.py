@@ -67,7 +67,8 @@ def attention_of(case, impl, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("name", "impl"), [(name, impl) for impl in BACKENDS for name in CASES if impl == "xla" or name in INTERPRETED_CASES]
+    ("name", "impl"),
+    [(name, impl) for impl in BACKENDS for name in CASES if impl == "xla" or name in INTERPRETED_CASES],
 )
 def test_matches_reference(name, impl):
     case = CASES[name]
