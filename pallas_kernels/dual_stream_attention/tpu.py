@@ -75,9 +75,10 @@ def _attention_bwd(halos, scale, residuals, d_outputs):
     for q, key_range, halo, out, lse, d_out in zip(queries, ranges, halos, outputs, lses, d_outputs, strict=True):
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1, keepdims=True)
         delta = _head_major(delta).swapaxes(2, 3)
-        rows = Rows(*_range_rows(key_range, q), _head_major(q), _head_major(d_out), lse, delta)
+        start, end = _range_rows(key_range, q)
+        rows = Rows(start, end, _head_major(q), _head_major(d_out), lse, delta)
         if halo is None:
-            visits = _visits(rows.start, rows.end, keys)
+            visits = _visits(start, end, keys)
             dq = tpu_sparse.query_gradient(rows, keys, values, visits, scale=scale)
             streams.append(StreamGradient(rows, None, query_blocks(visits, keys.shape[2] // block_size(keys.shape[2]))))
         else:

@@ -21,15 +21,13 @@ from pallas_kernels.dual_stream_attention.tpu_tiles import (
     Visits,
     block_size,
     dot,
-    is_visit,
     masked_scores,
     matrix_spec,
     num_steps,
-    result,
+    output,
     schedule,
     score_gradient,
     vector_spec,
-    visited_block,
 )
 
 _ROW_AXES = Rows(1, 1, 0, 0, 1, 1)
@@ -61,14 +59,14 @@ def key_value_gradients(k, v, streams: tuple[StreamGradient, ...], *, scale: flo
             out_specs=[keys, keys],
             scratch_shapes=[pltpu.VMEM((block, head_size), jnp.float32)] * 2,
         ),
-        out_shape=[result(k.shape, k.dtype, k), result(v.shape, v.dtype, v)],
+        out_shape=[output(k.shape, k.dtype, k), output(v.shape, v.dtype, v)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3 + ("arbitrary",) * 2),
         name="attention_key_value_gradients",
     )(schedules, k, v, tuple(s.rows if s.halo is None else (s.rows, s.rows) for s in streams))
 
 
 def _specs(number, stream, group, key_block):
-    """Specs of the blocks of rows: the visited one, or the key block's own rows and the halo after them."""
+    """Specs of the blocks of rows of a stream: the visited one, or the key block's own rows and the halo after them."""
 
     def specs(rows, block_at):
         def of_rows(b, _kv_head, *ids):
@@ -83,7 +81,7 @@ def _specs(number, stream, group, key_block):
 
     num_rows = stream.rows.q.shape[2]
     if stream.halo is None:
-        return specs(block_size(num_rows), lambda b, i, _head, step, visits: visited_block(*visits[number], b, i, step))
+        return specs(block_size(num_rows), lambda b, i, _head, step, schedules: schedules[number].visited(b, i, step))
     halos = key_block // stream.halo
     # The last block has no rows after it: it reads its own last ones, which the kernel makes blind.
     return (
@@ -92,7 +90,7 @@ def _specs(number, stream, group, key_block):
     )
 
 
-def _kernel(visits, k_ref, v_ref, streams, dk_ref, dv_ref, dk_acc, dv_acc, *, scale):
+def _kernel(schedules, k_ref, v_ref, streams, dk_ref, dv_ref, dk_acc, dv_acc, *, scale):
     batch, key_block, head, step = (pl.program_id(axis) for axis in (0, 2, 3, 4))
     first_key = key_block * k_ref.shape[0]
 
@@ -123,11 +121,11 @@ def _kernel(visits, k_ref, v_ref, streams, dk_ref, dv_ref, dk_acc, dv_acc, *, sc
             ]
             add(slice(key, key + TILE), Rows(*tile))
 
-    for refs, of_stream in zip(streams, visits, strict=True):
+    for refs, of_stream in zip(streams, schedules, strict=True):
         if of_stream is None:
             pl.when(step == 0)(partial(window, *refs))
         else:
-            pl.when(is_visit(*of_stream, batch, key_block, step))(partial(visit, refs))
+            pl.when(of_stream.is_visit(batch, key_block, step))(partial(visit, refs))
 
     @pl.when((head == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1))
     def _():

@@ -16,18 +16,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.dual_stream_attention.tpu_tiles import (
     Rows,
+    Schedule,
     Visits,
     block_size,
     dot,
-    is_visit,
     masked_scores,
     matrix_spec,
     num_steps,
-    result,
+    output,
     schedule,
     score_gradient,
     vector_spec,
-    visited_block,
 )
 
 
@@ -43,7 +42,7 @@ def forward(q, k, v, start, end, visits: Visits, *, scale: float) -> tuple[jax.A
     return pl.pallas_call(
         partial(_forward_kernel, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(*q.shape[:2], q.shape[2] // block, steps),
             in_specs=[of_rows, of_rows, matrix, keys, keys],
             out_specs=[matrix, vector],
@@ -53,10 +52,10 @@ def forward(q, k, v, start, end, visits: Visits, *, scale: float) -> tuple[jax.A
                 pltpu.VMEM((head_size, block), jnp.float32),
             ],
         ),
-        out_shape=[result(q.shape, q.dtype, q), result((*q.shape[:2], 1, q.shape[2]), jnp.float32, q)],
+        out_shape=[output(q.shape, q.dtype, q), output((*q.shape[:2], 1, q.shape[2]), jnp.float32, q)],
         compiler_params=_PARAMS,
         name="sparse_attention",
-    )(*schedule(visits, steps), start, end, q, k, v)
+    )(schedule(visits, steps), start, end, q, k, v)
 
 
 def query_gradient(rows: Rows, k, v, visits: Visits, *, scale: float) -> jax.Array:
@@ -68,16 +67,16 @@ def query_gradient(rows: Rows, k, v, visits: Visits, *, scale: float) -> jax.Arr
     return pl.pallas_call(
         partial(_query_gradient_kernel, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(*q.shape[:2], q.shape[2] // block, steps),
             in_specs=[of_rows, of_rows, matrix, keys, keys, matrix, vector, vector],
             out_specs=matrix,
             scratch_shapes=[pltpu.VMEM((head_size, block), jnp.float32)],
         ),
-        out_shape=result(q.shape, q.dtype, q),
+        out_shape=output(q.shape, q.dtype, q),
         compiler_params=_PARAMS,
         name="sparse_attention_query_gradient",
-    )(*schedule(visits, steps), rows.start, rows.end, q, k, v, rows.d_out, rows.lse, rows.delta)
+    )(schedule(visits, steps), rows.start, rows.end, q, k, v, rows.d_out, rows.lse, rows.delta)
 
 
 _PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
@@ -90,8 +89,8 @@ def _specs(q, k):
     def rows(b, head, i, *_):
         return b, head, i
 
-    def keys(b, head, i, step, first_ref, shift_ref):
-        return b, head // group, visited_block(first_ref, shift_ref, b, i, step)
+    def keys(b, head, i, step, schedule: Schedule):
+        return b, head // group, schedule.visited(b, i, step)
 
     return (
         vector_spec(block, lambda b, head, i, *_: (b, 0, i)),
@@ -101,14 +100,8 @@ def _specs(q, k):
     )
 
 
-def _visit(first_ref, shift_ref):
-    """Whether this grid step is a visit, and the key block that it visits."""
-    at = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    return is_visit(first_ref, shift_ref, *at), visited_block(first_ref, shift_ref, *at)
-
-
 def _forward_kernel(
-    first_ref, shift_ref, start_ref, end_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, max_ref, sum_ref, acc_ref, *, scale
+    schedule, start_ref, end_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, max_ref, sum_ref, acc_ref, *, scale
 ):
     @pl.when(pl.program_id(3) == 0)
     def _():
@@ -116,11 +109,11 @@ def _forward_kernel(
         sum_ref[...] = jnp.zeros_like(sum_ref)
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    visits, key_block = _visit(first_ref, shift_ref)
+    at = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
-    @pl.when(visits)
+    @pl.when(schedule.is_visit(*at))
     def _():
-        first_key = key_block * k_ref.shape[0]
+        first_key = schedule.visited(*at) * k_ref.shape[0]
         scores = masked_scores(q_ref[...], k_ref[...], start_ref[...], end_ref[...], first_key, scale)
         row_max = max_ref[...]
         new_max = jnp.maximum(row_max, scores.max(axis=0, keepdims=True))
@@ -142,8 +135,7 @@ def _forward_kernel(
 
 
 def _query_gradient_kernel(
-    first_ref,
-    shift_ref,
+    schedule,
     start_ref,
     end_ref,
     q_ref,
@@ -161,11 +153,11 @@ def _query_gradient_kernel(
     def _():
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
-    visits, key_block = _visit(first_ref, shift_ref)
+    at = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
-    @pl.when(visits)
+    @pl.when(schedule.is_visit(*at))
     def _():
-        first_key = key_block * k_ref.shape[0]
+        first_key = schedule.visited(*at) * k_ref.shape[0]
         scores = masked_scores(q_ref[...], k_ref[...], start_ref[...], end_ref[...], first_key, scale)
         _, d_scores = score_gradient(scores, v_ref[...], d_out_ref[...], lse_ref[...], delta_ref[...])
         acc_ref[...] += dot(k_ref[...], d_scores, 0, 0)

@@ -6,7 +6,7 @@ they do in memory, and its sums over keys run over sublanes, which costs no shuf
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,12 @@ class Rows(NamedTuple):
     """What the kernel reads of a stream's rows: q, d_out [B, N, P, H], lse, delta [B, N, 1, P] in float32, and the
     visible keys start, end, int32 [B, 1, 1, P]; or the specs or the blocks of these."""
 
-    start: object
-    end: object
-    q: object
-    d_out: object
-    lse: object
-    delta: object
+    start: Any
+    end: Any
+    q: Any
+    d_out: Any
+    lse: Any
+    delta: Any
 
 
 class Visits(NamedTuple):
@@ -49,23 +49,28 @@ def num_steps(*visits: Visits) -> jax.Array | int:
     return functools.reduce(lambda steps, run: jnp.maximum(steps, jnp.max(run.end - run.first)), visits, 1)
 
 
-def schedule(visits: Visits, steps) -> tuple[jax.Array, jax.Array]:
-    """What a kernel needs to know: block i visits block shift[b, i] + step where that is at least first[b, i].
+class Schedule(NamedTuple):
+    """Visits as a kernel reads them, from arrays or from references to scalar memory.
 
-    A run that is shorter than `steps` thus falls on the last steps. Those before it point at its first block, which
-    is fetched in good time and once.
+    Block i visits block shift[b, i] + step where that is at least first[b, i]. A run that is shorter than the grid
+    thus falls on the last steps; those before it point at its first block, which is fetched in good time and once.
     """
-    return visits.first, visits.end - steps
+
+    first: Any
+    shift: Any
+
+    def visited(self, batch, block, step):
+        """Block that the grid step fetches."""
+        return jnp.maximum(self.first[batch, block], self.shift[batch, block] + step)
+
+    def is_visit(self, batch, block, step):
+        """Whether the grid step belongs to the run of the block."""
+        return self.shift[batch, block] + step >= self.first[batch, block]
 
 
-def visited_block(first_ref, shift_ref, batch, block, step):
-    """Block that a grid step fetches."""
-    return jnp.maximum(first_ref[batch, block], shift_ref[batch, block] + step)
-
-
-def is_visit(first_ref, shift_ref, batch, block, step):
-    """Whether the step is part of the block's run."""
-    return shift_ref[batch, block] + step >= first_ref[batch, block]
+def schedule(visits: Visits, steps) -> Schedule:
+    """Schedule of the visits in a grid of `steps` steps."""
+    return Schedule(visits.first, visits.end - steps)
 
 
 def key_blocks(start: jax.Array, end: jax.Array, query_block: int, key_block: int) -> Visits:
@@ -100,7 +105,7 @@ def vector_spec(rows: int, index) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, 1, rows), at)
 
 
-def result(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
+def output(shape: tuple[int, ...], dtype, like: jax.Array) -> jax.ShapeDtypeStruct:
     """Type of a kernel's output; inside a shard_map it varies over the mesh axes over which `like` does."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).manual_axis_type)
 

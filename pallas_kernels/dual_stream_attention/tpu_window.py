@@ -22,7 +22,7 @@ from pallas_kernels.dual_stream_attention.tpu_tiles import (
     dot,
     masked_scores,
     matrix_spec,
-    result,
+    output,
     score_gradient,
     vector_spec,
 )
@@ -45,7 +45,7 @@ def forward(q, k, v, start, end, *, halo: int, scale: float) -> tuple[jax.Array,
         grid=grid,
         in_specs=[of_rows, of_rows, matrix, *keys, *keys],
         out_specs=[matrix, vector],
-        out_shape=[result(q.shape, q.dtype, q), result((*q.shape[:2], 1, q.shape[2]), jnp.float32, q)],
+        out_shape=[output(q.shape, q.dtype, q), output((*q.shape[:2], 1, q.shape[2]), jnp.float32, q)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 4),
         name="window_attention",
     )(start, end, q, k, k, v, v)
@@ -60,7 +60,7 @@ def query_gradient(rows: Rows, k, v, *, halo: int, scale: float) -> jax.Array:
         grid=grid,
         in_specs=[of_rows, of_rows, matrix, *keys, *keys, matrix, vector, vector],
         out_specs=matrix,
-        out_shape=result(q.shape, q.dtype, q),
+        out_shape=output(q.shape, q.dtype, q),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 4),
         name="window_attention_query_gradient",
     )(rows.start, rows.end, q, k, k, v, v, rows.d_out, rows.lse, rows.delta)

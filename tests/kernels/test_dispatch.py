@@ -5,6 +5,7 @@ import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ NO_GPU = "it needs an NVIDIA GPU, and the device is cpu"
 NO_TPU = "it needs a TPU, and the device is cpu"
 
 
-def _array(*shape, dtype=jnp.bfloat16):
+def _array(*shape, dtype=jnp.bfloat16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

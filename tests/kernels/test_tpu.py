@@ -41,7 +41,7 @@ def test_fetches_of_a_simulated_tpu(monkeypatch):
     _, q, k, v = case.arrays
 
     def values_and_grads(q, k, v):
-        out, pull_back = jax.vjp(partial(cross_attention, out_index=case.out_index, impl="tpu"), q, k, v)
+        out, pull_back = jax.vjp(partial(cross_attention, out_index=jnp.asarray(case.out_index), impl="tpu"), q, k, v)
         return out, *pull_back(case.cotangents[1])
 
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
@@ -133,9 +133,10 @@ def test_a_schedule_visits_each_block_of_its_run_once_and_last():
     visits = tpu_tiles.Visits(jnp.asarray([[0, 2, 3, 0]]), jnp.asarray([[4, 3, 5, 0]]))
     steps = tpu_tiles.num_steps(visits)
     assert steps == 4
-    first, shift = (np.asarray(x) for x in tpu_tiles.schedule(visits, steps))
-    at = [[int(tpu_tiles.visited_block(first, shift, 0, block, step)) for step in range(4)] for block in range(4)]
-    assert at == [[0, 1, 2, 3], [2, 2, 2, 2], [3, 3, 3, 4], [0, 0, 0, 0]]
-    active = [[bool(tpu_tiles.is_visit(first, shift, 0, block, step)) for step in range(4)] for block in range(4)]
-    assert active == [[True] * 4, [False] * 3 + [True], [False] * 2 + [True] * 2, [False] * 4]
-    assert tpu_tiles.num_steps() == tpu_tiles.num_steps(tpu_tiles.Visits(first * 0, first * 0)) == 1
+    schedule = tpu_tiles.schedule(visits, steps)
+    fetched = [[int(schedule.visited(0, block, step)) for step in range(4)] for block in range(4)]
+    assert fetched == [[0, 1, 2, 3], [2, 2, 2, 2], [3, 3, 3, 4], [0, 0, 0, 0]]
+    used = [[bool(schedule.is_visit(0, block, step)) for step in range(4)] for block in range(4)]
+    assert used == [[True] * 4, [False] * 3 + [True], [False] * 2 + [True] * 2, [False] * 4]
+    nothing = tpu_tiles.Visits(jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3), jnp.int32))
+    assert tpu_tiles.num_steps() == tpu_tiles.num_steps(nothing) == 1

@@ -6,6 +6,7 @@ Needs libtpu, which compiles on any Linux machine.
 
 import os
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def _values_and_grads(q_ctx, q_out, k, v, segment_ids, out_index, d_ctx, d_out):
     return values, pull_back((d_ctx, d_out))
 
 
-def _compile(function, mesh, arguments):
+def _compile(function, mesh, arguments) -> Any:
     with jax.set_mesh(mesh):
         return jax.jit(function).lower(*arguments).compile()
 
