@@ -20,7 +20,7 @@ from pallas_kernels.dual_stream_attention import tpu
 
 pytest.importorskip(
     "libtpu",
-    reason="compiling for TPUs needs libtpu: pip install 'libtpu==0.0.48.*' for JAX 0.11.2, 'libtpu==0.0.42.*' for 0.10.2",
+    reason="needs libtpu: pip install 'libtpu==0.0.48.*' with JAX 0.11.2, 'libtpu==0.0.42.*' with JAX 0.10.2",
 )
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
