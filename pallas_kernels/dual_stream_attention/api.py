@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import choose_backend
-from pallas_kernels.dual_stream_attention import cudnn, hopper, xla
+from pallas_kernels.dual_stream_attention import cudnn, hopper, tpu, xla
 from pallas_kernels.dual_stream_attention.mask import Stream
 
-Impl = Literal["auto", "hopper", "cudnn", "xla"]
+Impl = Literal["auto", "hopper", "tpu", "cudnn", "xla"]
 
-_BACKENDS = {"hopper": hopper, "cudnn": cudnn, "xla": xla}
+_BACKENDS = {"hopper": hopper, "tpu": tpu, "cudnn": cudnn, "xla": xla}
 """In the order in which `auto` tries them."""
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

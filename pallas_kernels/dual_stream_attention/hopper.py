@@ -4,17 +4,15 @@ Forward: one kernel a stream. Backward: one kernel a stream for the queries' gra
 and values, which sums over the streams. All sums are float32 and in a fixed order.
 """
 
+import contextlib
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
+from pallas_kernels.dual_stream_attention.hopper_tiles import BLOCK_ROWS, RowTiles, row_tiles
 from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_ranges
-
-_TILE = 128
-"""Rows and keys are padded to a multiple of this."""
 
 _WIDEST_SWEEP = 129
 """Largest window whose keys fit the ring of the sweep kernels."""
@@ -48,12 +46,11 @@ def attention(
     deterministic: bool,
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
-    tiles = tuple(
-        row_tiles(_pad_range(key_ranges(k.shape[1], window=s.window, segment_ids=segment_ids, out_index=s.out_index)))
-        for s in streams
-    )
+    tiles = tuple(_tiles(stream, k.shape[1], segment_ids) for stream in streams)
     # The windows of the streams that the sweep kernels serve, None for the others.
-    sweeps = tuple(s.window if s.out_index is None and (s.window or k.shape[1]) <= _WIDEST_SWEEP else None for s in streams)
+    sweeps = tuple(
+        s.window if s.out_index is None and (s.window or k.shape[1]) <= _WIDEST_SWEEP else None for s in streams
+    )
     outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), tiles, scale, sweeps, deterministic)
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 
@@ -109,10 +106,15 @@ def _row_sums(out: jax.Array, d_out: jax.Array) -> jax.Array:
     return jnp.einsum("bpnh,bpnh->bnp", out, d_out, preferred_element_type=jnp.float32)
 
 
+def _tiles(stream: Stream, num_keys: int, segment_ids: jax.Array | None) -> RowTiles:
+    """Tiles of a stream's padded rows; where no argument tells of rows or segments, constants of the program."""
+    constant = segment_ids is None and stream.out_index is None
+    with jax.ensure_compile_time_eval() if constant else contextlib.nullcontext():
+        ranges = key_ranges(num_keys, window=stream.window, segment_ids=segment_ids, out_index=stream.out_index)
+        ranges = KeyRange(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK_ROWS))) for x in ranges))
+        return row_tiles(ranges, num_keys + -num_keys % BLOCK_ROWS)
+
+
 def _pad(x: jax.Array) -> jax.Array:
-    """Zero rows up to a multiple of the tile; nobody sees such keys, and such rows see nothing."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _TILE), (0, 0), (0, 0)))
-
-
-def _pad_range(key_range: KeyRange) -> KeyRange:
-    return KeyRange(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % _TILE))) for x in key_range))
+    """Zero rows up to a multiple of a block's; nobody sees such keys, and such rows see nothing."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK_ROWS), (0, 0), (0, 0)))

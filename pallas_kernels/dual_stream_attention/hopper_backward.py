@@ -30,7 +30,7 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     zeros,
 )
 from pallas_kernels.dual_stream_attention.hopper_tiles import WARPGROUP_ROWS as ROWS
-from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles, key_blocks, row_tile_range
+from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles
 
 _WARPGROUPS = 2
 
@@ -77,20 +77,20 @@ def query_gradient(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(
         stream.q, stream.out, stream.d_out, stream.lse, k, v,
-        tiles.start, tiles.end, tiles.whole, key_blocks(tiles, _WARPGROUPS, block),
+        tiles.start, tiles.end, tiles.whole, tiles.keys_of_block,
     )  # fmt: skip
 
 
 def _query_kernel(
-    q_ref, out_ref, d_out_ref, lse_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, blocks_ref, dq_ref, delta_ref,
+    q_ref, out_ref, d_out_ref, lse_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, keys_ref, dq_ref, delta_ref,
     row_smem, delta_smem, kv_smem, row_ready, kv_ready, kv_free,
     *, group, scale, block, stages, num_tiles,
 ):  # fmt: skip
     warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     tile = num_tiles - 1 - lax.axis_index("tile")
     range_batch = batch if start_ref.shape[0] > 1 else 0
-    first_block = blocks_ref[range_batch, tile, 0]
-    num_blocks = blocks_ref[range_batch, tile, 1] - first_block
+    first_block = keys_ref[range_batch, tile, 0] // block
+    num_blocks = pl.cdiv(keys_ref[range_batch, tile, 1], jnp.int32(block)) - first_block
     k_smem, v_smem = kv_smem
 
     @pl.when(warpgroup < _WARPGROUPS)
@@ -195,7 +195,7 @@ def key_gradients(
     ]
     arrays = tuple(
         (s.q, s.lse, s.d_out, delta, s.tiles.start, s.tiles.end, s.tiles.seen, s.tiles.whole,
-         row_tile_range(s.tiles, num_keys, block), d_q)
+         s.tiles.tiles_of_keys, d_q)
         for s, delta, d_q in zip(streams, deltas, d_queries, strict=True)
     )  # fmt: skip
     exchange = (

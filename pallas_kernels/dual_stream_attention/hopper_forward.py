@@ -28,7 +28,7 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     zeros,
 )
 from pallas_kernels.dual_stream_attention.hopper_tiles import WARPGROUP_ROWS as ROWS
-from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles, key_blocks
+from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles
 
 _WARPGROUPS = 2
 
@@ -42,7 +42,6 @@ def forward(
     """
     batch, num_rows, num_heads, head_size = q.shape
     num_kv_heads = k.shape[2]
-    blocks = key_blocks(tiles, _WARPGROUPS, block)
     num_tiles = num_rows // (_WARPGROUPS * ROWS)
 
     def tile_of(shape, dtype=q.dtype):
@@ -71,11 +70,11 @@ def forward(
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, tiles.start, tiles.end, tiles.whole, blocks)
+    )(q, k, v, tiles.start, tiles.end, tiles.whole, tiles.keys_of_block)
 
 
 def _kernel(
-    q_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, blocks_ref, o_ref, lse_ref,
+    q_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, keys_ref, o_ref, lse_ref,
     q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turn,
     *, group, scale, block, stages, num_tiles,
 ):  # fmt: skip
@@ -83,8 +82,8 @@ def _kernel(
     # The last rows of a causal stream have the most keys: they start first.
     tile = num_tiles - 1 - lax.axis_index("tile")
     range_batch = batch if start_ref.shape[0] > 1 else 0
-    first_block = blocks_ref[range_batch, tile, 0]
-    num_blocks = blocks_ref[range_batch, tile, 1] - first_block
+    first_block = keys_ref[range_batch, tile, 0] // block
+    num_blocks = pl.cdiv(keys_ref[range_batch, tile, 1], jnp.int32(block)) - first_block
 
     def take_turn():
         plgpu.barrier_arrive(turn)

@@ -5,6 +5,7 @@ import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,14 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import cross_attention, dispatch, dual_stream_attention, sliding_window_attention
-from pallas_kernels.dual_stream_attention import cudnn
+from pallas_kernels.dual_stream_attention import cudnn, tpu
 from pallas_kernels.dual_stream_attention.mask import Stream
 
 NO_GPU = "it needs an NVIDIA GPU, and the device is cpu"
+NO_TPU = "it needs a TPU, and the device is cpu"
 
 
-def _array(*shape, dtype=jnp.bfloat16):
+def _array(*shape, dtype=jnp.bfloat16) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -47,20 +49,22 @@ def test_auto_takes_xla_on_a_cpu_and_says_so_once(caplog):
             _trace(sliding_window_attention, q, k, k, window=3)
         _trace(cross_attention, q, k, k)
     assert caplog.messages == [
-        f"sliding_window_attention: impl=auto takes xla; not cudnn: {NO_GPU}",
-        f"cross_attention: impl=auto takes xla; not cudnn: {NO_GPU}",
+        f"sliding_window_attention: impl=auto takes xla; not tpu: {NO_TPU}; not cudnn: {NO_GPU}",
+        f"cross_attention: impl=auto takes xla; not tpu: {NO_TPU}; not cudnn: {NO_GPU}",
     ]
 
 
 def test_forced_backend_never_falls_back():
     q = _array(1, 8, 2, 16)
-    with pytest.raises(NotImplementedError) as error:
-        _trace(dual_stream_attention, q, q, q, q, window=3, impl="cudnn")
-    assert str(error.value).splitlines()[0] == f"dual_stream_attention: impl='cudnn' is not possible here: {NO_GPU}"
+    for impl, reason in (("cudnn", NO_GPU), ("tpu", NO_TPU)):
+        with pytest.raises(NotImplementedError) as error:
+            _trace(dual_stream_attention, q, q, q, q, window=3, impl=impl)
+        assert str(error.value) == f"dual_stream_attention: impl={impl!r} is not possible here: {reason}"
 
 
 def _pretend_gpu(monkeypatch, capability="9.0"):
     device = SimpleNamespace(
+        platform="gpu",
         client=SimpleNamespace(platform_version="cuda 13000"),
         compute_capability=capability,
         device_kind="NVIDIA X",
@@ -127,7 +131,35 @@ def test_auto_prefers_cudnn_where_it_can(monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         _trace(sliding_window_attention, q, q, q, window=3)
     assert len(called) == 1
-    assert caplog.messages == ["sliding_window_attention: impl=auto takes cudnn"]
+    assert caplog.messages == [
+        "sliding_window_attention: impl=auto takes cudnn; not tpu: it needs a TPU, and the device is NVIDIA X"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("head_size", "dtype", "reason"),
+    [
+        (64, jnp.bfloat16, None),
+        (256, jnp.float32, None),
+        (64, jnp.float16, "it needs float32 or bfloat16, and the inputs are float16"),
+        (60, jnp.bfloat16, "it needs a head size that is a multiple of 8 and at most 256, and it is 60"),
+        (264, jnp.bfloat16, "it needs a head size that is a multiple of 8 and at most 256, and it is 264"),
+    ],
+)
+def test_tpu_refusals(monkeypatch, head_size, dtype, reason):
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")])
+    q, index = _array(2, 8, 2, head_size, dtype=dtype), _array(2, 8, dtype=jnp.int32)
+    assert tpu.unsupported((Stream(q, 4, None), Stream(q, None, index)), q, index, True) == reason
+
+
+def test_auto_takes_the_kernels_on_a_tpu(monkeypatch, caplog):
+    dispatch.log_once.cache_clear()
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")])
+    q = _array(1, 8, 2, 64)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        out = _trace(sliding_window_attention, q, q, q, window=3)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert caplog.messages == ["sliding_window_attention: impl=auto takes tpu"]
 
 
 def test_cudnn_lowers_to_two_causal_calls_with_the_window(monkeypatch):
@@ -194,7 +226,7 @@ Q, K = _array(2, 8, 4, 16), _array(2, 8, 2, 16)
         (
             (Q, K, K),
             {"impl": "triton"},
-            "impl must be one of auto, cudnn, xla, got 'triton'",
+            "impl must be one of auto, tpu, cudnn, xla, got 'triton'",
         ),
     ],
 )
