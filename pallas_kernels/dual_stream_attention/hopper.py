@@ -106,6 +106,12 @@ def _row_sums(out: jax.Array, d_out: jax.Array) -> jax.Array:
     return jnp.einsum("bpnh,bpnh->bnp", out, d_out, preferred_element_type=jnp.float32)
 
 
+def _sweep_window(stream: Stream) -> int | None:
+    """The window of a stream that the sweep kernels serve, None for others."""
+    is_narrow = stream.window is not None and stream.window <= _WIDEST_SWEEP
+    return stream.window if is_narrow and stream.out_index is None else None
+
+
 def _tiles(stream: Stream, num_keys: int, segment_ids: jax.Array | None) -> RowTiles:
     """Tiles of a stream's padded rows; where no argument tells of rows or segments, constants of the program."""
     constant = segment_ids is None and stream.out_index is None

@@ -191,7 +191,8 @@ def key_gradients(
     block = _WARPGROUPS * ROWS
     tile_of = functools.partial(plgpu.SMEM, transforms=TRANSFORMS)
     d_queries = [
-        jax.new_ref(jnp.zeros(s.q.shape, jnp.float32)) if f else None for s, f in zip(streams, fused, strict=True)
+        jax.new_ref(jnp.zeros(s.q.shape, jnp.float32)) if marked else None
+        for s, marked in zip(streams, with_query_gradient, strict=True)
     ]
     arrays = tuple(
         (s.q, s.lse, s.d_out, delta, s.tiles.start, s.tiles.end, s.tiles.seen, s.tiles.whole,
