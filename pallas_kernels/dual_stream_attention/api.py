@@ -114,7 +114,7 @@ def _attend(op, streams, k, v, segment_ids, scale, impl, deterministic):
         _check_index("segment_ids", segment_ids, k.shape[:2])
     backend = choose_backend(op, impl, _BACKENDS, lambda b: b.unsupported(streams, k, segment_ids, deterministic))
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    return backend.attention(streams, k, v, segment_ids, scale, deterministic)
+    return backend.attention(streams, k, v, segment_ids, scale)
 
 
 def _check_stream(stream: Stream, k: jax.Array, v: jax.Array) -> None:

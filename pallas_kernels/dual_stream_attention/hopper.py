@@ -43,7 +43,6 @@ def attention(
     v: jax.Array,
     segment_ids: jax.Array | None,
     scale: float,
-    deterministic: bool,
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
     tiles = tuple(_tiles(stream, k.shape[1], segment_ids) for stream in streams)
@@ -51,20 +50,19 @@ def attention(
     sweeps = tuple(
         s.window if s.out_index is None and (s.window or k.shape[1]) <= _WIDEST_SWEEP else None for s in streams
     )
-    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), tiles, scale, sweeps, deterministic)
+    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), tiles, scale, sweeps)
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attention(queries, k, v, tiles, scale, sweeps, deterministic):
-    return _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(queries, k, v, tiles, scale, sweeps):
+    return _attention_fwd(queries, k, v, tiles, scale, sweeps)[0]
 
 
-def _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic):
+def _attention_fwd(queries, k, v, tiles, scale, sweeps):
     from pallas_kernels.dual_stream_attention.hopper_forward import forward
     from pallas_kernels.dual_stream_attention.hopper_window import window_forward
 
-    del deterministic
     outputs, lses = [], []
     for q, stream_tiles, window in zip(queries, tiles, sweeps, strict=True):
         if window is None:
@@ -76,34 +74,26 @@ def _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic):
     return tuple(outputs), (queries, k, v, tiles, tuple(outputs), tuple(lses))
 
 
-def _attention_bwd(scale, sweeps, deterministic, residuals, d_outputs):
+def _attention_bwd(scale, sweeps, residuals, d_outputs):
     from pallas_kernels.dual_stream_attention.hopper_backward import StreamResiduals, key_gradients, query_gradient
     from pallas_kernels.dual_stream_attention.hopper_window import window_query_gradient
 
     queries, k, v, tiles, outputs, lses = residuals
-    streams = [StreamResiduals(*x) for x in zip(queries, outputs, lses, d_outputs, tiles, strict=True)]
-    fused = tuple(not deterministic and window is None for window in sweeps)
-    d_queries, deltas = [], []
-    for stream, window, is_fused in zip(streams, sweeps, fused, strict=True):
-        if is_fused:
-            dq, delta = None, _row_sums(stream.out, stream.d_out)
-        elif window is None:
-            dq, delta = query_gradient(stream, k, v, scale=scale)
-        else:
-            dq, delta = window_query_gradient(stream, k, v, window=window, scale=scale)
-        d_queries.append(dq)
-        deltas.append(delta)
-    dk, dv, sums = key_gradients(tuple(streams), tuple(deltas), k, v, scale=scale, with_query_gradient=fused)
-    d_queries = tuple(dq if total is None else total for dq, total in zip(d_queries, sums, strict=True))
+    streams = tuple(StreamResiduals(*x) for x in zip(queries, outputs, lses, d_outputs, tiles, strict=True))
+    d_queries, deltas = zip(
+        *(
+            query_gradient(stream, k, v, scale=scale)
+            if window is None
+            else window_query_gradient(stream, k, v, window=window, scale=scale)
+            for stream, window in zip(streams, sweeps, strict=True)
+        ),
+        strict=True,
+    )
+    dk, dv = key_gradients(streams, deltas, k, v, scale=scale)
     return d_queries, dk, dv, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
-
-
-def _row_sums(out: jax.Array, d_out: jax.Array) -> jax.Array:
-    """Row sums [B, N, P] of the output times its gradient."""
-    return jnp.einsum("bpnh,bpnh->bnp", out, d_out, preferred_element_type=jnp.float32)
 
 
 def _sweep_window(stream: Stream) -> int | None:

@@ -21,11 +21,11 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     ROW,
     TILE,
     TRANSFORMS,
-    TRANSFORMS_32,
     across,
     down,
     drain,
     fill_stage,
+    for_tile_pair,
     mask_keys,
     zeros,
 )
@@ -62,12 +62,12 @@ def query_gradient(
     return plgpu.kernel(
         kernel,
         out_type=(stream.q, stream.lse),
-        grid=(num_heads, num_tiles, k.shape[0]),
-        grid_names=("head", "tile", "batch"),
+        grid=(num_heads, pl.cdiv(num_tiles, 2), k.shape[0]),
+        grid_names=("head", "pair", "batch"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            (tile_of((_WARPGROUPS, ROWS, head_size)),) * 3,
+            (tile_of((_WARPGROUPS, ROWS, head_size)),) * 4,
             plgpu.SMEM((_WARPGROUPS, ROWS), jnp.float32),
             (tile_of((stages, block, head_size)),) * 2,
             plgpu.Barrier(num_arrivals=3, num_barriers=_WARPGROUPS),
@@ -86,53 +86,66 @@ def _query_kernel(
     row_smem, delta_smem, kv_smem, row_ready, kv_ready, kv_free,
     *, group, scale, block, stages, num_tiles,
 ):  # fmt: skip
-    warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
-    tile = num_tiles - 1 - lax.axis_index("tile")
+    warpgroup, batch, head, pair = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "pair"))
     range_batch = batch if start_ref.shape[0] > 1 else 0
-    first_block = keys_ref[range_batch, tile, 0] // block
-    num_blocks = pl.cdiv(keys_ref[range_batch, tile, 1], jnp.int32(block)) - first_block
     k_smem, v_smem = kv_smem
+
+    def key_blocks(tile):
+        first = keys_ref[range_batch, tile, 0] // block
+        return first, pl.cdiv(keys_ref[range_batch, tile, 1], jnp.int32(block)) - first
 
     @pl.when(warpgroup < _WARPGROUPS)
     def _consume():
         plgpu.set_max_registers(240, action="increase")
-        row_tile = tile * _WARPGROUPS + warpgroup
-        rows = pl.ds(row_tile * ROWS, ROWS)
-        q_tile, out_tile, d_out_tile = (x.at[warpgroup] for x in row_smem)
-        for ref, smem in ((q_ref, q_tile), (out_ref, out_tile), (d_out_ref, d_out_tile)):
-            plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem, row_ready.at[warpgroup])
-        start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
-        end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
-        lse = plgpu.load(lse_ref.at[batch, head, rows], layout=ROW, optimized=False)
-        whole_first, whole_last = whole_ref[range_batch, row_tile, 0], whole_ref[range_batch, row_tile, 1]
-        plgpu.barrier_wait(row_ready.at[warpgroup])
-        delta = row_sums(out_tile, d_out_tile)
+        q_tile, out_tile, d_out_tile, dq_tile = (x.at[warpgroup] for x in row_smem)
+        delta_tile = delta_smem.at[warpgroup]
 
-        def key_block(step, dq):
-            slot = lax.rem(step, jnp.int32(stages))
-            first_key = (first_block + step) * block
-            is_whole = (first_key >= whole_first) & (first_key + block <= whole_last)
-            plgpu.barrier_wait(kv_ready[0].at[slot])
-            plgpu.barrier_wait(kv_ready[1].at[slot])
-            mask = functools.partial(mask_keys, start=start, end=end, first_key=first_key)
-            d_scores = score_gradient(
-                q_tile, d_out_tile, k_smem.at[slot], v_smem.at[slot], lse, delta, is_whole, mask, scale
-            )
-            plgpu.barrier_arrive(kv_free[1].at[slot])
+        def fetch_rows(tile):
+            rows = (batch, pl.ds((tile * _WARPGROUPS + warpgroup) * ROWS, ROWS), head)
+            for ref, smem in ((q_ref, q_tile), (out_ref, out_tile), (d_out_ref, d_out_tile)):
+                plgpu.copy_gmem_to_smem(ref.at[rows], smem, row_ready.at[warpgroup])
 
-            def weighted_keys(dq_ref):
-                plgpu.wgmma(dq_ref, d_scores, k_smem.at[slot])
+        def of_tile(tile, next_tile, has_next, number):
+            first_block, num_blocks = key_blocks(tile)
+            row_tile = tile * _WARPGROUPS + warpgroup
+            rows = pl.ds(row_tile * ROWS, ROWS)
+            start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
+            end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
+            lse = plgpu.load(lse_ref.at[batch, head, rows], layout=ROW, optimized=False)
+            whole_first, whole_last = whole_ref[range_batch, row_tile, 0], whole_ref[range_batch, row_tile, 1]
+            plgpu.barrier_wait(row_ready.at[warpgroup])
+            delta = row_sums(out_tile, d_out_tile)
 
-            dq = pl.run_state(weighted_keys)(plgpu.ACC.init(dq))
-            plgpu.barrier_arrive(kv_free[0].at[slot])
-            return dq
+            def key_block(step, dq):
+                slot = lax.rem(number + step, jnp.int32(stages))
+                first_key = (first_block + step) * block
+                is_whole = (first_key >= whole_first) & (first_key + block <= whole_last)
+                plgpu.barrier_wait(kv_ready[0].at[slot])
+                plgpu.barrier_wait(kv_ready[1].at[slot])
+                mask = functools.partial(mask_keys, start=start, end=end, first_key=first_key)
+                operands = (q_tile, d_out_tile, k_smem.at[slot], v_smem.at[slot])
+                d_scores = score_gradient(*operands, lse, delta, is_whole, mask, scale)
+                plgpu.barrier_arrive(kv_free[1].at[slot])
 
-        dq = lax.fori_loop(0, num_blocks, key_block, zeros(q_tile.shape, TILE))
-        out_tile[...] = (dq * scale).astype(q_tile.dtype)
-        delta_smem.at[warpgroup][...] = delta
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile, dq_ref.at[batch, rows, head])
-        plgpu.copy_smem_to_gmem(delta_smem.at[warpgroup], delta_ref.at[batch, head, rows])
+                def weighted_keys(dq_ref):
+                    plgpu.wgmma(dq_ref, d_scores, k_smem.at[slot])
+
+                dq = pl.run_state(weighted_keys)(plgpu.ACC.init(dq))
+                plgpu.barrier_arrive(kv_free[0].at[slot])
+                return dq
+
+            dq = lax.fori_loop(0, num_blocks, key_block, zeros(q_tile.shape, TILE))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            dq_tile[...] = (dq * scale).astype(dq_tile.dtype)
+            delta_tile[...] = delta
+            plgpu.commit_smem()
+            pl.when(has_next)(lambda: fetch_rows(next_tile))
+            plgpu.copy_smem_to_gmem(dq_tile, dq_ref.at[batch, rows, head])
+            plgpu.copy_smem_to_gmem(delta_tile, delta_ref.at[batch, head, rows])
+            return number + num_blocks
+
+        fetch_rows(num_tiles - 1 - pair)
+        for_tile_pair(pair, num_tiles, of_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == _WARPGROUPS)
@@ -140,14 +153,20 @@ def _query_kernel(
         plgpu.set_max_registers(24, action="decrease")
         kv_head = lax.div(head, jnp.int32(group))
 
-        @pl.loop(0, num_blocks)
-        def _key_block(step):
-            keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
-            sources = ((k_ref.at[keys],), (v_ref.at[keys],))
-            buffers = ((k_smem,), (v_smem,))
-            fill_stage(step, stages, zip(sources, buffers, kv_ready, kv_free, strict=True))
+        def of_tile(tile, next_tile, has_next, number):
+            del next_tile, has_next
+            first_block, num_blocks = key_blocks(tile)
 
-        drain(num_blocks, stages, kv_free)
+            @pl.loop(0, num_blocks)
+            def _key_block(step):
+                keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
+                sources = ((k_ref.at[keys],), (v_ref.at[keys],))
+                buffers = ((k_smem,), (v_smem,))
+                fill_stage(number + step, stages, zip(sources, buffers, kv_ready, kv_free, strict=True))
+
+            return number + num_blocks
+
+        drain(for_tile_pair(pair, num_tiles, of_tile, jnp.int32(0)), stages, kv_free)
 
 
 def row_sums(out_tile, d_out_tile) -> jax.Array:
@@ -178,65 +197,46 @@ def key_gradients(
     v: jax.Array,
     *,
     scale: float,
-    with_query_gradient: tuple[bool, ...],
     stages: int = 2,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...]]:
-    """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group.
-
-    For the streams that `with_query_gradient` marks, the gradient [B, P, N, H] of the queries comes along: five matrix
-    products for each pair of tiles instead of the seven of two kernels, but its sum over the key tiles is made by
-    atomic additions, in any order.
-    """
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group."""
     batch, num_keys, num_kv_heads, head_size = k.shape
-    block = _WARPGROUPS * ROWS
-    tile_of = functools.partial(plgpu.SMEM, transforms=TRANSFORMS)
-    d_queries = [
-        jax.new_ref(jnp.zeros(s.q.shape, jnp.float32)) if marked else None
-        for s, marked in zip(streams, with_query_gradient, strict=True)
-    ]
+    num_tiles = num_keys // (_WARPGROUPS * ROWS)
+    tile_of = functools.partial(plgpu.SMEM, dtype=k.dtype, transforms=TRANSFORMS)
     arrays = tuple(
-        (s.q, s.lse, s.d_out, delta, s.tiles.start, s.tiles.end, s.tiles.seen, s.tiles.whole,
-         s.tiles.tiles_of_keys, d_q)
-        for s, delta, d_q in zip(streams, deltas, d_queries, strict=True)
-    )  # fmt: skip
-    exchange = (
-        tile_of((_WARPGROUPS, _WARPGROUPS, ROWS, ROWS), k.dtype),
-        plgpu.SMEM((_WARPGROUPS, ROWS, head_size), jnp.float32, transforms=TRANSFORMS_32),
-        plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_WARPGROUPS),
-        plgpu.Barrier(num_arrivals=_WARPGROUPS),
+        (s.q, s.lse, s.d_out, delta, s.tiles.start, s.tiles.end, s.tiles.seen, s.tiles.whole, s.tiles.tiles_of_keys)
+        for s, delta in zip(streams, deltas, strict=True)
     )
-    dk, dv = plgpu.kernel(
-        functools.partial(_key_kernel, group=streams[0].q.shape[2] // num_kv_heads, scale=scale, stages=stages),
-        out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
-        grid=(num_kv_heads, num_keys // block, batch),
-        grid_names=("head", "tile", "batch"),
+    return plgpu.kernel(
+        functools.partial(
+            _key_kernel, group=streams[0].q.shape[2] // num_kv_heads, scale=scale, stages=stages, num_tiles=num_tiles
+        ),
+        out_type=(k, v),
+        grid=(num_kv_heads, pl.cdiv(num_tiles, 2), batch),
+        grid_names=("head", "pair", "batch"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            (tile_of((_WARPGROUPS, ROWS, head_size), k.dtype),) * 2,
+            (tile_of((_WARPGROUPS, ROWS, head_size)),) * 4,
             plgpu.Barrier(num_arrivals=2, num_barriers=_WARPGROUPS),
-            ((tile_of((stages, ROWS, head_size), k.dtype), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
+            ((tile_of((stages, ROWS, head_size)), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
             (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2,
             (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
-            exchange if any(with_query_gradient) else None,
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )(arrays, k, v)
-    return dk, dv, tuple(None if x is None else (jax.freeze(x) * scale).astype(k.dtype) for x in d_queries)
 
 
 def _key_kernel(
     streams, k_ref, v_ref, dk_ref, dv_ref,
-    kv_smem, kv_ready, row_smem, row_ready, row_free, exchange,
-    *, group, scale, stages,
+    kv_smem, kv_ready, row_smem, row_ready, row_free,
+    *, group, scale, stages, num_tiles,
 ):  # fmt: skip
-    warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
-    tile = lax.axis_index("tile")
+    warpgroup, batch, kv_head, pair = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "pair"))
     (q_smem, lse_smem), (d_out_smem, delta_smem) = row_smem
 
-    def for_row_tiles(body, carry):
-        """carry = body(stream, its index of the sequence, head, row tile, running number, carry) over all of them."""
-        number = jnp.int32(0)
+    def for_row_tiles(tile, body, number, carry):
+        """number and carry = body(stream, its index of the sequence, head, row tile, number, carry) over all row tiles."""
         for stream in streams:
             tile_range_ref = stream[8]
             range_batch = batch if tile_range_ref.shape[0] > 1 else 0
@@ -251,24 +251,43 @@ def _key_kernel(
 
             carry = lax.fori_loop(0, group, of_head, carry) if group > 1 else of_head(jnp.int32(0), carry)
             number += group * (last - first)
-        return carry
+        return number, carry
 
     @pl.when(warpgroup < _WARPGROUPS)
     def _consume():
         plgpu.set_max_registers(240, action="increase")
-        first_key = (tile * _WARPGROUPS + warpgroup) * ROWS
-        keys = pl.ds(first_key, ROWS)
-        k_tile, v_tile = (x.at[warpgroup] for x in kv_smem)
-        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, kv_ready.at[warpgroup])
-        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, kv_ready.at[warpgroup])
-        plgpu.barrier_wait(kv_ready.at[warpgroup])
+        k_tile, v_tile, dk_tile, dv_tile = (x.at[warpgroup] for x in kv_smem)
 
-        def row_tile(stream, range_batch, head, index, number, carry):
-            start_ref, end_ref, seen_ref, whole_ref, _, dq_ref = stream[4:]
+        def fetch_keys(tile):
+            keys = (batch, pl.ds((tile * _WARPGROUPS + warpgroup) * ROWS, ROWS), kv_head)
+            plgpu.copy_gmem_to_smem(k_ref.at[keys], k_tile, kv_ready.at[warpgroup])
+            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_tile, kv_ready.at[warpgroup])
+
+        def of_tile(tile, next_tile, has_next, number):
+            first_key = (tile * _WARPGROUPS + warpgroup) * ROWS
+            plgpu.barrier_wait(kv_ready.at[warpgroup])
+            init = (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE))
+            row_tile = functools.partial(of_row_tile, first_key)
+            number, (dk, dv) = for_row_tiles(tile, row_tile, number, init)
+            pl.when(has_next)(lambda: fetch_keys(next_tile))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            dk_tile[...] = (dk * scale).astype(dk_tile.dtype)
+            dv_tile[...] = dv.astype(dv_tile.dtype)
+            plgpu.commit_smem()
+            keys = (batch, pl.ds(first_key, ROWS), kv_head)
+            plgpu.copy_smem_to_gmem(dk_tile, dk_ref.at[keys])
+            plgpu.copy_smem_to_gmem(dv_tile, dv_ref.at[keys])
+            return number
+
+        def of_row_tile(first_key, stream, range_batch, head, index, number, carry):
+            del head
+            start_ref, end_ref, seen_ref, whole_ref = stream[4:8]
             slot = lax.rem(number, jnp.int32(stages))
             rows = pl.ds(index * ROWS, ROWS)
             is_whole = first_key >= whole_ref[range_batch, index, 0]
             is_whole &= first_key + ROWS <= whole_ref[range_batch, index, 1]
+            is_seen = first_key + ROWS > seen_ref[range_batch, index, 0]
+            is_seen &= first_key < seen_ref[range_batch, index, 1]
             q_tile, d_out_tile = q_smem.at[slot], d_out_smem.at[slot]
             plgpu.barrier_wait(row_ready[0].at[slot])
             plgpu.barrier_wait(row_ready[1].at[slot])
@@ -291,57 +310,33 @@ def _key_kernel(
                     s = lax.cond(is_whole, lambda s: s, mask, s)
                     weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
                     plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
-                    delta = plgpu.load(delta_smem.at[slot], layout=COLUMN)
-                    if dq_ref is None:
-                        # The copies that refill the stage must come after these reads of it.
-                        plgpu.commit_smem()
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    d_scores = (weights * (d_weights - across(delta, s.shape))).astype(k_tile.dtype)
-                    if dq_ref is not None:
-                        d_scores_smem, _, exchanged, _ = exchange
-                        owner = lax.rem(number, jnp.int32(_WARPGROUPS))
-                        d_scores_smem.at[owner, warpgroup][...] = d_scores
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(exchanged.at[owner])
-                    plgpu.wgmma(dk_ref, d_scores, q_tile)
+                    delta = plgpu.load(delta_smem.at[slot], layout=COLUMN)
+                    # The copies that refill the stage must come after these reads of it.
+                    plgpu.commit_smem()
+                    d_scores = weights * (d_weights - across(delta, s.shape))
+                    plgpu.wgmma(dk_ref, d_scores.astype(k_tile.dtype), q_tile)
 
                 pl.run_scoped(transposed, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
 
-            def step(carry):
+            def add(carry):
                 return tuple(pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry)))
 
-            if dq_ref is None:
-                is_seen = first_key + ROWS > seen_ref[range_batch, index, 0]
-                is_seen &= first_key < seen_ref[range_batch, index, 1]
-                carry = lax.cond(is_seen, step, lambda carry: carry, carry)
-            else:
-                carry = step(carry)
-                pl.when(lax.rem(number, jnp.int32(_WARPGROUPS)) == warpgroup)(
-                    lambda: _add_query_gradient(dq_ref.at[batch, rows, head], kv_smem[0], *exchange, warpgroup)
-                )
+            carry = lax.cond(is_seen, add, lambda carry: carry, carry)
             plgpu.barrier_arrive(row_free[0].at[slot])
             plgpu.barrier_arrive(row_free[1].at[slot])
             return carry
 
-        dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
-        plgpu.wait_smem_to_gmem(0)
-        if exchange is not None:
-            # The other warpgroup may still read these keys for the last row tile.
-            plgpu.barrier_arrive(exchange[3])
-            plgpu.barrier_wait(exchange[3])
-        k_tile[...] = (dk * scale).astype(k_tile.dtype)
-        v_tile[...] = dv.astype(v_tile.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[batch, keys, kv_head])
-        plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[batch, keys, kv_head])
+        fetch_keys(num_tiles - 1 - pair)
+        for_tile_pair(pair, num_tiles, of_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == _WARPGROUPS)
     def _fetch():
         plgpu.set_max_registers(24, action="decrease")
 
-        def row_tile(stream, range_batch, head, index, number, carry):
-            del range_batch, carry
+        def of_row_tile(stream, range_batch, head, index, number, carry):
+            del range_batch
             q_ref, lse_ref, d_out_ref, delta_ref = stream[:4]
             rows = pl.ds(index * ROWS, ROWS)
             sources = (
@@ -349,27 +344,10 @@ def _key_kernel(
                 (d_out_ref.at[batch, rows, head], delta_ref.at[batch, head, rows]),
             )
             fill_stage(number, stages, zip(sources, row_smem, row_ready, row_free, strict=True))
-            return number + 1
+            return carry
 
-        drain(for_row_tiles(row_tile, jnp.int32(0)), stages, row_free)
+        def of_tile(tile, next_tile, has_next, number):
+            del next_tile, has_next
+            return for_row_tiles(tile, of_row_tile, number, jnp.int32(0))[0]
 
-
-def _add_query_gradient(dq_ref, k_smem, d_scores_smem, dq_smem, exchanged, finished, warpgroup):
-    """Adds the share of this block's keys in the gradient of 64 query rows, once both warpgroups have stored theirs.
-
-    The warpgroups take turns, each with its own buffer of score gradients [64 keys, 64 rows] for each of both.
-    """
-    del finished
-    plgpu.barrier_wait(exchanged.at[warpgroup])
-
-    def weighted_keys(acc_ref):
-        for i in range(_WARPGROUPS):
-            plgpu.wgmma(acc_ref, d_scores_smem.at[warpgroup, i].transpose((1, 0)), k_smem.at[i])
-        return acc_ref[...]
-
-    dq = pl.run_scoped(weighted_keys, plgpu.ACC((ROWS, k_smem.shape[2]), jnp.float32))
-    staged = dq_smem.at[warpgroup]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    staged[...] = dq
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staged, dq_ref, reduction_op="add")
+        drain(for_tile_pair(pair, num_tiles, of_tile, jnp.int32(0)), stages, row_free)

@@ -1,7 +1,7 @@
 """What the Hopper kernels share: register and memory layouts, masking, and the ring of stages that TMA fills."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Registers of a matrix product's result, of one value for each of its rows, and of one for each column."""
 
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-TRANSFORMS_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-"""How operands of matrix products lie in shared memory, and 32-bit results."""
+"""How 16-bit operands of matrix products lie in shared memory."""
 
 
 def down(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -67,3 +66,19 @@ def mask_keys(scores: jax.Array, start: jax.Array, end: jax.Array, first_key: ja
     key = first_key + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=TILE)
     visible = (down(start, scores.shape) <= key) & (key < down(end, scores.shape))
     return jnp.where(visible, scores, -jnp.inf)
+
+
+def for_tile_pair(pair: jax.Array, num_tiles: int, body: Callable, carry):
+    """carry = body(tile, tile after it, whether there is one, carry) over the two tiles of a block of the grid.
+
+    Tile num_tiles - 1 - pair comes first, tile `pair` second: the work of a causal stream grows with the tile, so
+    that each pair has as much as any other, and what the second fetches and the first stores runs under the other's
+    products. The middle one of an odd number of tiles is alone.
+    """
+    first, second = num_tiles - 1 - pair, pair
+    count = jnp.where(first == second, 1, 2)
+
+    def step(i, carry):
+        return body(jnp.where(i == 0, first, second), second, i + 1 < count, carry)
+
+    return lax.fori_loop(0, count, step, carry)

@@ -42,10 +42,8 @@ def attention(
     v: jax.Array,
     segment_ids: jax.Array | None,
     scale: float,
-    deterministic: bool,
 ) -> tuple[jax.Array, ...]:
-    """Output [B, P, N, H] of each stream over k, v [B, T, K, H]; every sum has a fixed order."""
-    del deterministic
+    """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
     num_keys = k.shape[1]
     ranges = tuple(
         key_ranges(num_keys, window=s.window, segment_ids=segment_ids, out_index=s.out_index) for s in streams
