@@ -25,7 +25,6 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     down,
     drain,
     fill_stage,
-    for_tile_pair,
     mask_keys,
     zeros,
 )
@@ -49,7 +48,7 @@ class StreamResiduals(NamedTuple):
 
 
 def query_gradient(
-    stream: StreamResiduals, k: jax.Array, v: jax.Array, *, scale: float, block: int = 64, stages: int = 2
+    stream: StreamResiduals, k: jax.Array, v: jax.Array, *, scale: float, block: int = 128, stages: int = 2
 ) -> tuple[jax.Array, jax.Array]:
     """Gradient [B, P, N, H] of one stream's queries, and delta [B, N, P]: row sums of output times its gradient."""
     num_rows, num_heads, head_size = stream.q.shape[1:]
@@ -62,19 +61,19 @@ def query_gradient(
     return plgpu.kernel(
         kernel,
         out_type=(stream.q, stream.lse),
-        grid=(num_heads, pl.cdiv(num_tiles, 2), k.shape[0]),
-        grid_names=("head", "pair", "batch"),
+        grid=(num_heads, num_tiles, k.shape[0]),
+        grid_names=("head", "tile", "batch"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            (tile_of((_WARPGROUPS, ROWS, head_size)),) * 4,
+            (tile_of((_WARPGROUPS, ROWS, head_size)),) * 3,
             plgpu.SMEM((_WARPGROUPS, ROWS), jnp.float32),
             (tile_of((stages, block, head_size)),) * 2,
             plgpu.Barrier(num_arrivals=3, num_barriers=_WARPGROUPS),
             (plgpu.Barrier(num_barriers=stages),) * 2,
             (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(
         stream.q, stream.out, stream.d_out, stream.lse, k, v,
         tiles.start, tiles.end, tiles.whole, tiles.keys_of_block,
@@ -86,66 +85,53 @@ def _query_kernel(
     row_smem, delta_smem, kv_smem, row_ready, kv_ready, kv_free,
     *, group, scale, block, stages, num_tiles,
 ):  # fmt: skip
-    warpgroup, batch, head, pair = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "pair"))
+    warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
+    tile = num_tiles - 1 - lax.axis_index("tile")
     range_batch = batch if start_ref.shape[0] > 1 else 0
+    first_block = keys_ref[range_batch, tile, 0] // block
+    num_blocks = pl.cdiv(keys_ref[range_batch, tile, 1], jnp.int32(block)) - first_block
     k_smem, v_smem = kv_smem
-
-    def key_blocks(tile):
-        first = keys_ref[range_batch, tile, 0] // block
-        return first, pl.cdiv(keys_ref[range_batch, tile, 1], jnp.int32(block)) - first
 
     @pl.when(warpgroup < _WARPGROUPS)
     def _consume():
         plgpu.set_max_registers(240, action="increase")
-        q_tile, out_tile, d_out_tile, dq_tile = (x.at[warpgroup] for x in row_smem)
-        delta_tile = delta_smem.at[warpgroup]
+        row_tile = tile * _WARPGROUPS + warpgroup
+        rows = pl.ds(row_tile * ROWS, ROWS)
+        q_tile, out_tile, d_out_tile = (x.at[warpgroup] for x in row_smem)
+        for ref, smem in ((q_ref, q_tile), (out_ref, out_tile), (d_out_ref, d_out_tile)):
+            plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem, row_ready.at[warpgroup])
+        start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
+        end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
+        lse = plgpu.load(lse_ref.at[batch, head, rows], layout=ROW, optimized=False)
+        whole_first, whole_last = whole_ref[range_batch, row_tile, 0], whole_ref[range_batch, row_tile, 1]
+        plgpu.barrier_wait(row_ready.at[warpgroup])
+        delta = row_sums(out_tile, d_out_tile)
 
-        def fetch_rows(tile):
-            rows = (batch, pl.ds((tile * _WARPGROUPS + warpgroup) * ROWS, ROWS), head)
-            for ref, smem in ((q_ref, q_tile), (out_ref, out_tile), (d_out_ref, d_out_tile)):
-                plgpu.copy_gmem_to_smem(ref.at[rows], smem, row_ready.at[warpgroup])
+        def key_block(step, dq):
+            slot = lax.rem(step, jnp.int32(stages))
+            first_key = (first_block + step) * block
+            is_whole = (first_key >= whole_first) & (first_key + block <= whole_last)
+            plgpu.barrier_wait(kv_ready[0].at[slot])
+            plgpu.barrier_wait(kv_ready[1].at[slot])
+            mask = functools.partial(mask_keys, start=start, end=end, first_key=first_key)
+            d_scores = score_gradient(
+                q_tile, d_out_tile, k_smem.at[slot], v_smem.at[slot], lse, delta, is_whole, mask, scale
+            )
+            plgpu.barrier_arrive(kv_free[1].at[slot])
 
-        def of_tile(tile, next_tile, has_next, number):
-            first_block, num_blocks = key_blocks(tile)
-            row_tile = tile * _WARPGROUPS + warpgroup
-            rows = pl.ds(row_tile * ROWS, ROWS)
-            start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
-            end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
-            lse = plgpu.load(lse_ref.at[batch, head, rows], layout=ROW, optimized=False)
-            whole_first, whole_last = whole_ref[range_batch, row_tile, 0], whole_ref[range_batch, row_tile, 1]
-            plgpu.barrier_wait(row_ready.at[warpgroup])
-            delta = row_sums(out_tile, d_out_tile)
+            def weighted_keys(dq_ref):
+                plgpu.wgmma(dq_ref, d_scores, k_smem.at[slot])
 
-            def key_block(step, dq):
-                slot = lax.rem(number + step, jnp.int32(stages))
-                first_key = (first_block + step) * block
-                is_whole = (first_key >= whole_first) & (first_key + block <= whole_last)
-                plgpu.barrier_wait(kv_ready[0].at[slot])
-                plgpu.barrier_wait(kv_ready[1].at[slot])
-                mask = functools.partial(mask_keys, start=start, end=end, first_key=first_key)
-                operands = (q_tile, d_out_tile, k_smem.at[slot], v_smem.at[slot])
-                d_scores = score_gradient(*operands, lse, delta, is_whole, mask, scale)
-                plgpu.barrier_arrive(kv_free[1].at[slot])
+            dq = pl.run_state(weighted_keys)(plgpu.ACC.init(dq))
+            plgpu.barrier_arrive(kv_free[0].at[slot])
+            return dq
 
-                def weighted_keys(dq_ref):
-                    plgpu.wgmma(dq_ref, d_scores, k_smem.at[slot])
-
-                dq = pl.run_state(weighted_keys)(plgpu.ACC.init(dq))
-                plgpu.barrier_arrive(kv_free[0].at[slot])
-                return dq
-
-            dq = lax.fori_loop(0, num_blocks, key_block, zeros(q_tile.shape, TILE))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            dq_tile[...] = (dq * scale).astype(dq_tile.dtype)
-            delta_tile[...] = delta
-            plgpu.commit_smem()
-            pl.when(has_next)(lambda: fetch_rows(next_tile))
-            plgpu.copy_smem_to_gmem(dq_tile, dq_ref.at[batch, rows, head])
-            plgpu.copy_smem_to_gmem(delta_tile, delta_ref.at[batch, head, rows])
-            return number + num_blocks
-
-        fetch_rows(num_tiles - 1 - pair)
-        for_tile_pair(pair, num_tiles, of_tile, jnp.int32(0))
+        dq = lax.fori_loop(0, num_blocks, key_block, zeros(q_tile.shape, TILE))
+        out_tile[...] = (dq * scale).astype(q_tile.dtype)
+        delta_smem.at[warpgroup][...] = delta
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_tile, dq_ref.at[batch, rows, head])
+        plgpu.copy_smem_to_gmem(delta_smem.at[warpgroup], delta_ref.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == _WARPGROUPS)
@@ -153,20 +139,14 @@ def _query_kernel(
         plgpu.set_max_registers(24, action="decrease")
         kv_head = lax.div(head, jnp.int32(group))
 
-        def of_tile(tile, next_tile, has_next, number):
-            del next_tile, has_next
-            first_block, num_blocks = key_blocks(tile)
+        @pl.loop(0, num_blocks)
+        def _key_block(step):
+            keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
+            sources = ((k_ref.at[keys],), (v_ref.at[keys],))
+            buffers = ((k_smem,), (v_smem,))
+            fill_stage(step, stages, zip(sources, buffers, kv_ready, kv_free, strict=True))
 
-            @pl.loop(0, num_blocks)
-            def _key_block(step):
-                keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
-                sources = ((k_ref.at[keys],), (v_ref.at[keys],))
-                buffers = ((k_smem,), (v_smem,))
-                fill_stage(number + step, stages, zip(sources, buffers, kv_ready, kv_free, strict=True))
-
-            return number + num_blocks
-
-        drain(for_tile_pair(pair, num_tiles, of_tile, jnp.int32(0)), stages, kv_free)
+        drain(num_blocks, stages, kv_free)
 
 
 def row_sums(out_tile, d_out_tile) -> jax.Array:
@@ -201,23 +181,20 @@ def key_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group."""
     batch, num_keys, num_kv_heads, head_size = k.shape
-    num_tiles = num_keys // (_WARPGROUPS * ROWS)
     tile_of = functools.partial(plgpu.SMEM, dtype=k.dtype, transforms=TRANSFORMS)
     arrays = tuple(
         (s.q, s.lse, s.d_out, delta, s.tiles.start, s.tiles.end, s.tiles.seen, s.tiles.whole, s.tiles.tiles_of_keys)
         for s, delta in zip(streams, deltas, strict=True)
     )
     return plgpu.kernel(
-        functools.partial(
-            _key_kernel, group=streams[0].q.shape[2] // num_kv_heads, scale=scale, stages=stages, num_tiles=num_tiles
-        ),
+        functools.partial(_key_kernel, group=streams[0].q.shape[2] // num_kv_heads, scale=scale, stages=stages),
         out_type=(k, v),
-        grid=(num_kv_heads, pl.cdiv(num_tiles, 2), batch),
-        grid_names=("head", "pair", "batch"),
+        grid=(num_kv_heads, num_keys // (_WARPGROUPS * ROWS), batch),
+        grid_names=("head", "tile", "batch"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            (tile_of((_WARPGROUPS, ROWS, head_size)),) * 4,
+            (tile_of((_WARPGROUPS, ROWS, head_size)),) * 2,
             plgpu.Barrier(num_arrivals=2, num_barriers=_WARPGROUPS),
             ((tile_of((stages, ROWS, head_size)), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
             (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2,
@@ -230,13 +207,15 @@ def key_gradients(
 def _key_kernel(
     streams, k_ref, v_ref, dk_ref, dv_ref,
     kv_smem, kv_ready, row_smem, row_ready, row_free,
-    *, group, scale, stages, num_tiles,
+    *, group, scale, stages,
 ):  # fmt: skip
-    warpgroup, batch, kv_head, pair = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "pair"))
+    warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
+    tile = lax.axis_index("tile")
     (q_smem, lse_smem), (d_out_smem, delta_smem) = row_smem
 
-    def for_row_tiles(tile, body, number, carry):
-        """number and carry = body(stream, its index of the sequence, head, row tile, number, carry) over all row tiles."""
+    def for_row_tiles(body, carry):
+        """carry = body(stream, its index of the sequence, head, row tile, running number, carry) over all of them."""
+        number = jnp.int32(0)
         for stream in streams:
             tile_range_ref = stream[8]
             range_batch = batch if tile_range_ref.shape[0] > 1 else 0
@@ -251,35 +230,19 @@ def _key_kernel(
 
             carry = lax.fori_loop(0, group, of_head, carry) if group > 1 else of_head(jnp.int32(0), carry)
             number += group * (last - first)
-        return number, carry
+        return carry
 
     @pl.when(warpgroup < _WARPGROUPS)
     def _consume():
         plgpu.set_max_registers(240, action="increase")
-        k_tile, v_tile, dk_tile, dv_tile = (x.at[warpgroup] for x in kv_smem)
+        first_key = (tile * _WARPGROUPS + warpgroup) * ROWS
+        keys = pl.ds(first_key, ROWS)
+        k_tile, v_tile = (x.at[warpgroup] for x in kv_smem)
+        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, kv_ready.at[warpgroup])
+        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, kv_ready.at[warpgroup])
+        plgpu.barrier_wait(kv_ready.at[warpgroup])
 
-        def fetch_keys(tile):
-            keys = (batch, pl.ds((tile * _WARPGROUPS + warpgroup) * ROWS, ROWS), kv_head)
-            plgpu.copy_gmem_to_smem(k_ref.at[keys], k_tile, kv_ready.at[warpgroup])
-            plgpu.copy_gmem_to_smem(v_ref.at[keys], v_tile, kv_ready.at[warpgroup])
-
-        def of_tile(tile, next_tile, has_next, number):
-            first_key = (tile * _WARPGROUPS + warpgroup) * ROWS
-            plgpu.barrier_wait(kv_ready.at[warpgroup])
-            init = (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE))
-            row_tile = functools.partial(of_row_tile, first_key)
-            number, (dk, dv) = for_row_tiles(tile, row_tile, number, init)
-            pl.when(has_next)(lambda: fetch_keys(next_tile))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            dk_tile[...] = (dk * scale).astype(dk_tile.dtype)
-            dv_tile[...] = dv.astype(dv_tile.dtype)
-            plgpu.commit_smem()
-            keys = (batch, pl.ds(first_key, ROWS), kv_head)
-            plgpu.copy_smem_to_gmem(dk_tile, dk_ref.at[keys])
-            plgpu.copy_smem_to_gmem(dv_tile, dv_ref.at[keys])
-            return number
-
-        def of_row_tile(first_key, stream, range_batch, head, index, number, carry):
+        def row_tile(stream, range_batch, head, index, number, carry):
             del head
             start_ref, end_ref, seen_ref, whole_ref = stream[4:8]
             slot = lax.rem(number, jnp.int32(stages))
@@ -310,10 +273,10 @@ def _key_kernel(
                     s = lax.cond(is_whole, lambda s: s, mask, s)
                     weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
                     plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
-                    d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
                     delta = plgpu.load(delta_smem.at[slot], layout=COLUMN)
                     # The copies that refill the stage must come after these reads of it.
                     plgpu.commit_smem()
+                    d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
                     d_scores = weights * (d_weights - across(delta, s.shape))
                     plgpu.wgmma(dk_ref, d_scores.astype(k_tile.dtype), q_tile)
 
@@ -327,16 +290,20 @@ def _key_kernel(
             plgpu.barrier_arrive(row_free[1].at[slot])
             return carry
 
-        fetch_keys(num_tiles - 1 - pair)
-        for_tile_pair(pair, num_tiles, of_tile, jnp.int32(0))
+        dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
+        k_tile[...] = (dk * scale).astype(k_tile.dtype)
+        v_tile[...] = dv.astype(v_tile.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(k_tile, dk_ref.at[batch, keys, kv_head])
+        plgpu.copy_smem_to_gmem(v_tile, dv_ref.at[batch, keys, kv_head])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == _WARPGROUPS)
     def _fetch():
         plgpu.set_max_registers(24, action="decrease")
 
-        def of_row_tile(stream, range_batch, head, index, number, carry):
-            del range_batch
+        def row_tile(stream, range_batch, head, index, number, carry):
+            del range_batch, carry
             q_ref, lse_ref, d_out_ref, delta_ref = stream[:4]
             rows = pl.ds(index * ROWS, ROWS)
             sources = (
@@ -344,10 +311,6 @@ def _key_kernel(
                 (d_out_ref.at[batch, rows, head], delta_ref.at[batch, head, rows]),
             )
             fill_stage(number, stages, zip(sources, row_smem, row_ready, row_free, strict=True))
-            return carry
+            return number + 1
 
-        def of_tile(tile, next_tile, has_next, number):
-            del next_tile, has_next
-            return for_row_tiles(tile, of_row_tile, number, jnp.int32(0))[0]
-
-        drain(for_tile_pair(pair, num_tiles, of_tile, jnp.int32(0)), stages, row_free)
+        drain(for_row_tiles(row_tile, jnp.int32(0)), stages, row_free)
