@@ -18,8 +18,8 @@ from benchmarks.shapes import ROWS, STREAMS, DecodeShape, TrainingShape
 Arrays = dict[str, jax.Array]
 Program = Callable[[Arrays], Arrays]
 
-BACKENDS = {"hopper": (True, False), "cudnn": (True,), "xla": (True,)}
-"""Our backends of the training operation, and the values of `deterministic` for which they have different code."""
+BACKENDS = ("hopper", "cudnn", "xla")
+"""Our backends of the training operation. None has other code for deterministic=False."""
 
 DECODE_BACKENDS = ("triton", "xla")
 
@@ -41,25 +41,20 @@ def training_candidates(shape: TrainingShape, case: str, gradients: bool) -> Ite
     """Programs of one case of `STREAMS`: the forward pass, or both passes with given output gradients."""
     streams = STREAMS[case]
     small = shape.cost(streams, False).operations <= _MOST_XLA_OPERATIONS
-    for impl, modes in BACKENDS.items():
-        if impl == "xla" and not small:
-            continue
-        for deterministic in modes if gradients else modes[:1]:
-            name = f"ours {impl}" if deterministic else f"ours {impl}, not deterministic"
-            yield Candidate(name, False, training_program(shape, case, gradients, impl, deterministic))
+    for impl in BACKENDS:
+        if impl != "xla" or small:
+            yield Candidate(f"ours {impl}", False, training_program(shape, case, gradients, impl))
     if len(streams) == 1:
         window = shape.window if case == "window" else None
         for name, attention in _peers(shape, window, gradients).items():
             yield Candidate(name, True, _program(_single(attention), streams, gradients))
 
 
-def training_program(
-    shape: TrainingShape, case: str, gradients: bool, impl: Any = "xla", deterministic: bool = True
-) -> Program:
+def training_program(shape: TrainingShape, case: str, gradients: bool, impl: Any = "xla") -> Program:
     """Our operation for one case of `STREAMS`."""
 
     def attention(queries, k, v, segment_ids):
-        options = {"segment_ids": segment_ids, "impl": impl, "deterministic": deterministic}
+        options = {"segment_ids": segment_ids, "impl": impl}
         if case == "both":
             q_ctx, q_out = queries
             return pallas_kernels.dual_stream_attention(q_ctx, q_out, k, v, window=shape.window, **options)
@@ -156,12 +151,11 @@ def decode_program(shape: DecodeShape, case: str, impl: Any = "xla") -> Program:
     """Our operation for one case of `ROWS`."""
 
     def program(inputs: Arrays) -> Arrays:
-        operations: Any = pallas_kernels
         cache = inputs["k"], inputs["v"], inputs["lengths"]
         if case == "one row":
-            return {"o_out": operations.decode_attention(inputs["q_out"], *cache, impl=impl)}
+            return {"o_out": pallas_kernels.decode_attention(inputs["q_out"], *cache, impl=impl)}
         queries = inputs["q_ctx"], inputs["q_out"]
-        outputs = operations.paired_decode_attention(*queries, *cache, window=shape.window, impl=impl)
+        outputs = pallas_kernels.paired_decode_attention(*queries, *cache, window=shape.window, impl=impl)
         return _named("o", ROWS[case], outputs)
 
     return program

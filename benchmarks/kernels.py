@@ -32,7 +32,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import pallas_kernels
 from benchmarks.candidates import (
     PEERS,
     Arrays,
@@ -47,7 +46,7 @@ from benchmarks.candidates import (
 from benchmarks.data import RESULTS, commit
 from benchmarks.parity import OURS, Reference, in_float32, violations
 from benchmarks.parity import PEERS as PEERS_FACTOR
-from benchmarks.shapes import ROWS, SHAPES, STREAMS, TINY_SHAPES, Cost, DecodeShape, Shape, TrainingShape
+from benchmarks.shapes import ROWS, SHAPES, STREAMS, TINY_SHAPES, Cost, Shape, TrainingShape
 
 CALLS, SECONDS = 20, 0.1
 """Calls of one measurement, and how long it may take."""
@@ -108,9 +107,6 @@ def main(argv: list[str] | None = None) -> None:
     }
     print_facts(result)
     for name in arguments.shape:
-        if isinstance(shapes[name], DecodeShape) and not hasattr(pallas_kernels, "paired_decode_attention"):
-            print(f"\n{name}: not run: there is no paired_decode_attention yet")
-            continue
         try:
             found = benchmark(shapes[name], arguments.repeats, ceilings)
         except WrongResult as error:

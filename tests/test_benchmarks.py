@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
 from benchmarks import candidates, kernels
 from benchmarks.candidates import Candidate, training_candidates, training_program
 from benchmarks.kernels import Ceilings, Task, WrongResult
@@ -252,13 +251,13 @@ def test_training_programs_are_the_operation(case):
     assert all((forward[name] == found[name]).all() for name in forward)
 
 
-def test_our_backends_are_timed_in_each_of_their_modes():
+def test_our_backends_are_timed_but_xla_where_it_is_slow():
     shape = SHAPES["b8_t2048_h128"]
     assert isinstance(shape, TrainingShape)
     ours = {p: [c.name for c in training_candidates(shape, "both", p)] for p in (False, True)}
     assert ours == {
         False: ["ours hopper", "ours cudnn"],
-        True: ["ours hopper", "ours hopper, not deterministic", "ours cudnn"],
+        True: ["ours hopper", "ours cudnn"],
     }
 
 
@@ -341,7 +340,6 @@ def test_peers_are_asked_for_the_same_attention(name, case, peers):
 # Runs
 
 
-@pytest.mark.skipif(not hasattr(pallas_kernels, "paired_decode_attention"), reason="the operation is not here yet")
 def test_decode_run_on_a_processor(tmp_path, capsys, monkeypatch, peers):
     peers(flash_attn3_jax=fake_flash_attn3())
     monkeypatch.setattr(kernels, "CALLS", 2)
