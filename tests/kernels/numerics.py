@@ -142,8 +142,8 @@ def _by_group(x, k):
     return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[3])
 
 
-def assert_numerics(attention, case: Case, dtype=jnp.bfloat16) -> None:
-    """Asserts the numerics rule for attention(q_ctx, q_out, k, v), given the mask of the case."""
+def assert_numerics(attention, case: Case, dtype=jnp.bfloat16) -> dict[str, np.ndarray]:
+    """Asserts the numerics rule for attention(q_ctx, q_out, k, v), given the mask of the case; returns the results."""
     truth = case.truth()
     found, allowed = run(attention, case, dtype), run(yardstick(case), case, dtype)
     for name in NAMES:
@@ -152,6 +152,7 @@ def assert_numerics(attention, case: Case, dtype=jnp.bfloat16) -> None:
         for label, measure in (("maximum", np.max), ("RMS", lambda x: np.sqrt(np.mean(x**2)))):
             limit = 2 * measure(yardstick_error) + slack
             assert measure(error) <= limit, f"{name}: {label} error {measure(error)} above {limit}"
+    return found
 
 
 def assert_blind_rows_are_zero(results: dict[str, np.ndarray], case: Case) -> None:
