@@ -5,6 +5,7 @@ The compiler itself refuses a kernel that asks for more shared memory than a mul
 
 import importlib.util
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,14 +54,15 @@ MAX_SPILL_BYTES = 240
 """Register spills of any one kernel: 220 in the gradients of keys and values at H 128, none elsewhere."""
 
 
-def _compile_step(batch, num_keys, num_heads, num_kv_heads, head_size, *, packed):
+def _compile_step(batch, num_keys, num_heads, num_kv_heads, head_size, *, packed) -> Any:
     """Both streams and the gradients of all inputs, compiled for one H200."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    sharding = SingleDeviceSharding(topology.devices[0])
+    sharding: Any = SingleDeviceSharding(topology.devices[0])
 
     def step(queries, k, v, cotangents, segment_ids):
         def attention(queries, k, v):
-            return dual_stream_attention(*queries, k, v, window=128, segment_ids=segment_ids, impl="hopper")
+            q_ctx, q_out = queries
+            return dual_stream_attention(q_ctx, q_out, k, v, window=128, segment_ids=segment_ids, impl="hopper")
 
         outputs, pull_back = jax.vjp(attention, queries, k, v)
         return outputs, pull_back(cotangents)
