@@ -40,6 +40,12 @@ ALLOWED = {
     "orthros_jax": set(),
     "pallas_kernels": set(),
 }
+# Packages beyond jax and numpy that a backend needs. Device code imports its own at the top of the file.
+DEVICE_CODE = {"pallas_kernels.paired_decode_attention.triton_kernels"}
+EXTRAS = {
+    "pallas_kernels.paired_decode_attention.triton": {"jax_triton"},
+    "pallas_kernels.paired_decode_attention.triton_kernels": {"triton"},
+}
 PROJECT = ("orthros_jax", "pallas_kernels", "train", "benchmarks", "tests")
 
 
@@ -103,8 +109,21 @@ def test_imports_follow_the_table():
 def test_kernels_need_jax_and_numpy_only():
     allowed = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
     for path in sorted((ROOT / "pallas_kernels").rglob("*.py")):
-        names = imported_names(path.read_text(encoding="utf-8"), module_name(path), path.name == "__init__.py")
-        assert {name.partition(".")[0] for name in names} <= allowed, path
+        module = module_name(path)
+        names = imported_names(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+        assert {name.partition(".")[0] for name in names} <= allowed | EXTRAS.get(module, set()), path
+
+
+def test_extras_of_the_kernels_are_imported_where_used():
+    """`import pallas_kernels` works without them: no module that needs one is imported at the top of another."""
+    for path in sorted((ROOT / "pallas_kernels").rglob("*.py")):
+        module = module_name(path)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
+        names = imported_names(ast.unparse(tree), module, path.name == "__init__.py")
+        assert not any(belongs(name, kernels) for name in names for kernels in DEVICE_CODE), path
+        if module not in DEVICE_CODE:
+            assert not {name.partition(".")[0] for name in names} & set().union(*EXTRAS.values()), path
 
 
 def test_nothing_imports_what_stands_at_the_top():

@@ -6,21 +6,18 @@ head size.
 The backend is chosen while tracing, for the platform of `jax.default_backend()`.
 """
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dual_stream_attention import cudnn, hopper, xla
+from pallas_kernels.dispatch import choose_backend
+from pallas_kernels.dual_stream_attention import cudnn, hopper, tpu, xla
 from pallas_kernels.dual_stream_attention.mask import Stream
 
-Impl = Literal["auto", "hopper", "cudnn", "xla"]
+Impl = Literal["auto", "hopper", "tpu", "cudnn", "xla"]
 
-_logger = logging.getLogger("pallas_kernels")
-
-_BACKENDS = {"hopper": hopper, "cudnn": cudnn, "xla": xla}
+_BACKENDS = {"hopper": hopper, "tpu": tpu, "cudnn": cudnn, "xla": xla}
 """In the order in which `auto` tries them."""
 
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -115,9 +112,9 @@ def _attend(op, streams, k, v, segment_ids, scale, impl, deterministic):
         _check_stream(stream, k, v)
     if segment_ids is not None:
         _check_index("segment_ids", segment_ids, k.shape[:2])
-    backend = _choose(op, impl, streams, k, segment_ids, deterministic)
+    backend = choose_backend(op, impl, _BACKENDS, lambda b: b.unsupported(streams, k, segment_ids, deterministic))
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    return backend.attention(streams, k, v, segment_ids, scale)
+    return backend.attention(streams, k, v, segment_ids, scale, deterministic)
 
 
 def _check_stream(stream: Stream, k: jax.Array, v: jax.Array) -> None:
@@ -141,26 +138,3 @@ def _check_stream(stream: Stream, k: jax.Array, v: jax.Array) -> None:
 def _check_index(name: str, index: jax.Array, shape: tuple[int, ...]) -> None:
     if index.shape != shape or not jnp.issubdtype(index.dtype, jnp.integer):
         raise ValueError(f"{name} must be an integer array of shape {shape}, got {index.dtype} {index.shape}")
-
-
-def _choose(op, impl, streams, k, segment_ids, deterministic):
-    if impl != "auto":
-        if impl not in _BACKENDS:
-            raise ValueError(f"impl must be one of {', '.join(('auto', *_BACKENDS))}, got {impl!r}")
-        reason = _BACKENDS[impl].unsupported(streams, k, segment_ids, deterministic)
-        if reason is not None:
-            raise NotImplementedError(f"{op}: impl={impl!r} is not possible here: {reason}")
-        return _BACKENDS[impl]
-    passed_over = []
-    for name, backend in _BACKENDS.items():
-        reason = backend.unsupported(streams, k, segment_ids, deterministic)
-        if reason is None:
-            _log_once("; ".join([f"{op}: impl=auto takes {name}", *passed_over]))
-            return backend
-        passed_over.append(f"not {name}: {reason}")
-    raise AssertionError("xla supports every call")
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    _logger.info(message)

@@ -1,19 +1,21 @@
-"""Attention of both streams on Hopper GPUs by Pallas Mosaic GPU kernels: custom gradient, padding, and what they support.
+"""Attention of both streams on Hopper GPUs by Pallas Mosaic GPU kernels.
 
 Forward: one kernel a stream. Backward: one kernel a stream for the queries' gradient and one for the gradients of keys
 and values, which sums over the streams. All sums are float32 and in a fixed order.
 """
 
+import contextlib
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.dual_stream_attention.hopper_tiles import BLOCK_ROWS, RowTiles, row_tiles
 from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_ranges
 
-_TILE = 128
-"""Rows and keys are padded to a multiple of this."""
+_WIDEST_SWEEP = 129
+"""Largest window whose keys fit the ring of the sweep kernels."""
 
 _FIRST_JAX = (0, 11)
 
@@ -36,61 +38,89 @@ def unsupported(
 
 
 def attention(
-    streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
+    streams: tuple[Stream, ...],
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array | None,
+    scale: float,
+    deterministic: bool,
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
-    num_keys = k.shape[1]
-    ranges = tuple(
-        _pad_range(key_ranges(num_keys, window=s.window, segment_ids=segment_ids, out_index=s.out_index))
-        for s in streams
+    tiles = tuple(_tiles(stream, k.shape[1], segment_ids) for stream in streams)
+    # The windows of the streams that the sweep kernels serve, None for the others.
+    sweeps = tuple(
+        s.window if s.out_index is None and (s.window or k.shape[1]) <= _WIDEST_SWEEP else None for s in streams
     )
-    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), ranges, scale)
+    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), tiles, scale, sweeps, deterministic)
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(queries, k, v, ranges, scale):
-    return _attention_fwd(queries, k, v, ranges, scale)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attention(queries, k, v, tiles, scale, sweeps, deterministic):
+    return _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic)[0]
 
 
-def _attention_fwd(queries, k, v, ranges, scale):
+def _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic):
     from pallas_kernels.dual_stream_attention.hopper_forward import forward
-    from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
+    from pallas_kernels.dual_stream_attention.hopper_window import window_forward
 
+    del deterministic
     outputs, lses = [], []
-    for q, key_range in zip(queries, ranges, strict=True):
-        out, lse = forward(q, k, v, row_tiles(key_range, k.shape[1]), scale=scale)
+    for q, stream_tiles, window in zip(queries, tiles, sweeps, strict=True):
+        if window is None:
+            out, lse = forward(q, k, v, stream_tiles, scale=scale)
+        else:
+            out, lse = window_forward(q, k, v, stream_tiles, window=window, scale=scale)
         outputs.append(checkpoint_name(out, "attention_output"))
         lses.append(checkpoint_name(lse, "attention_lse"))
-    return tuple(outputs), (queries, k, v, ranges, tuple(outputs), tuple(lses))
+    return tuple(outputs), (queries, k, v, tiles, tuple(outputs), tuple(lses))
 
 
-def _attention_bwd(scale, residuals, d_outputs):
+def _attention_bwd(scale, sweeps, deterministic, residuals, d_outputs):
     from pallas_kernels.dual_stream_attention.hopper_backward import StreamResiduals, key_gradients, query_gradient
-    from pallas_kernels.dual_stream_attention.hopper_tiles import row_tiles
+    from pallas_kernels.dual_stream_attention.hopper_window import window_query_gradient
 
-    queries, k, v, ranges, outputs, lses = residuals
-    streams = tuple(
-        StreamResiduals(q, d_out, lse, _row_sums(out, d_out), row_tiles(key_range, k.shape[1]))
-        for q, d_out, lse, out, key_range in zip(queries, d_outputs, lses, outputs, ranges, strict=True)
-    )
-    d_queries = tuple(query_gradient(stream, k, v, scale=scale) for stream in streams)
-    dk, dv = key_gradients(streams, k, v, scale=scale)
+    queries, k, v, tiles, outputs, lses = residuals
+    streams = [StreamResiduals(*x) for x in zip(queries, outputs, lses, d_outputs, tiles, strict=True)]
+    fused = tuple(not deterministic and window is None for window in sweeps)
+    d_queries, deltas = [], []
+    for stream, window, is_fused in zip(streams, sweeps, fused, strict=True):
+        if is_fused:
+            dq, delta = None, _row_sums(stream.out, stream.d_out)
+        elif window is None:
+            dq, delta = query_gradient(stream, k, v, scale=scale)
+        else:
+            dq, delta = window_query_gradient(stream, k, v, window=window, scale=scale)
+        d_queries.append(dq)
+        deltas.append(delta)
+    dk, dv, sums = key_gradients(tuple(streams), tuple(deltas), k, v, scale=scale, with_query_gradient=fused)
+    d_queries = tuple(dq if total is None else total for dq, total in zip(d_queries, sums, strict=True))
     return d_queries, dk, dv, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _row_sums(out, d_out):
-    """Row sums [B, N, P] of output times its gradient."""
-    return jnp.einsum("bpnh,bpnh->bnp", out.astype(jnp.float32), d_out.astype(jnp.float32))
+def _row_sums(out: jax.Array, d_out: jax.Array) -> jax.Array:
+    """Row sums [B, N, P] of the output times its gradient."""
+    return jnp.einsum("bpnh,bpnh->bnp", out, d_out, preferred_element_type=jnp.float32)
+
+
+def _sweep_window(stream: Stream) -> int | None:
+    """The window of a stream that the sweep kernels serve, None for others."""
+    is_narrow = stream.window is not None and stream.window <= _WIDEST_SWEEP
+    return stream.window if is_narrow and stream.out_index is None else None
+
+
+def _tiles(stream: Stream, num_keys: int, segment_ids: jax.Array | None) -> RowTiles:
+    """Tiles of a stream's padded rows; where no argument tells of rows or segments, constants of the program."""
+    constant = segment_ids is None and stream.out_index is None
+    with jax.ensure_compile_time_eval() if constant else contextlib.nullcontext():
+        ranges = key_ranges(num_keys, window=stream.window, segment_ids=segment_ids, out_index=stream.out_index)
+        ranges = KeyRange(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK_ROWS))) for x in ranges))
+        return row_tiles(ranges, num_keys + -num_keys % BLOCK_ROWS)
 
 
 def _pad(x: jax.Array) -> jax.Array:
-    """Zero rows up to a multiple of the tile; nobody sees such keys, and such rows see nothing."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _TILE), (0, 0), (0, 0)))
-
-
-def _pad_range(key_range: KeyRange) -> KeyRange:
-    return KeyRange(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % _TILE))) for x in key_range))
+    """Zero rows up to a multiple of a block's; nobody sees such keys, and such rows see nothing."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK_ROWS), (0, 0), (0, 0)))

@@ -21,6 +21,7 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     ROW,
     TILE,
     TRANSFORMS,
+    TRANSFORMS_32,
     across,
     down,
     drain,
@@ -29,29 +30,29 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     zeros,
 )
 from pallas_kernels.dual_stream_attention.hopper_tiles import WARPGROUP_ROWS as ROWS
-from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles, key_blocks, row_tile_range
+from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles
 
 _WARPGROUPS = 2
 
 
 class StreamResiduals(NamedTuple):
-    """What the backward pass reads of a stream.
+    """What the forward pass leaves of a stream, and its output's gradient.
 
-    q, d_out: [B, P, N, H]; lse: [B, N, P] log-sum-exp to base 2; delta: [B, N, P] row sums of output times d_out.
+    q, out, d_out: [B, P, N, H]; lse: [B, N, P] log-sum-exp to base 2.
     """
 
     q: jax.Array
-    d_out: jax.Array
+    out: jax.Array
     lse: jax.Array
-    delta: jax.Array
+    d_out: jax.Array
     tiles: RowTiles
 
 
 def query_gradient(
     stream: StreamResiduals, k: jax.Array, v: jax.Array, *, scale: float, block: int = 64, stages: int = 2
-) -> jax.Array:
-    """Gradient [B, P, N, H] of one stream's queries."""
-    batch, num_rows, num_heads, head_size = stream.q.shape
+) -> tuple[jax.Array, jax.Array]:
+    """Gradient [B, P, N, H] of one stream's queries, and delta [B, N, P]: row sums of output times its gradient."""
+    num_rows, num_heads, head_size = stream.q.shape[1:]
     tiles = stream.tiles
     num_tiles = num_rows // (_WARPGROUPS * ROWS)
     tile_of = functools.partial(plgpu.SMEM, dtype=k.dtype, transforms=TRANSFORMS)
@@ -60,88 +61,78 @@ def query_gradient(
     )
     return plgpu.kernel(
         kernel,
-        out_type=stream.q,
-        grid=(num_heads, num_tiles, batch),
+        out_type=(stream.q, stream.lse),
+        grid=(num_heads, num_tiles, k.shape[0]),
         grid_names=("head", "tile", "batch"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            tile_of((_WARPGROUPS, ROWS, head_size)),
-            tile_of((_WARPGROUPS, ROWS, head_size)),
-            tile_of((stages, block, head_size)),
-            tile_of((stages, block, head_size)),
-            plgpu.Barrier(num_barriers=_WARPGROUPS),
-            plgpu.Barrier(num_barriers=_WARPGROUPS),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+            (tile_of((_WARPGROUPS, ROWS, head_size)),) * 3,
+            plgpu.SMEM((_WARPGROUPS, ROWS), jnp.float32),
+            (tile_of((stages, block, head_size)),) * 2,
+            plgpu.Barrier(num_arrivals=3, num_barriers=_WARPGROUPS),
+            (plgpu.Barrier(num_barriers=stages),) * 2,
+            (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(
-        stream.q, stream.d_out, stream.lse, stream.delta, k, v,
-        tiles.start, tiles.end, tiles.whole, key_blocks(tiles, _WARPGROUPS, block),
+        stream.q, stream.out, stream.d_out, stream.lse, k, v,
+        tiles.start, tiles.end, tiles.whole, tiles.keys_of_block,
     )  # fmt: skip
 
 
 def _query_kernel(
-    q_ref, d_out_ref, lse_ref, delta_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, blocks_ref, dq_ref,
-    q_smem, d_out_smem, k_smem, v_smem, q_ready, d_out_ready, k_ready, v_ready, k_free, v_free,
+    q_ref, out_ref, d_out_ref, lse_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, keys_ref, dq_ref, delta_ref,
+    row_smem, delta_smem, kv_smem, row_ready, kv_ready, kv_free,
     *, group, scale, block, stages, num_tiles,
 ):  # fmt: skip
     warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     tile = num_tiles - 1 - lax.axis_index("tile")
     range_batch = batch if start_ref.shape[0] > 1 else 0
-    first_block = blocks_ref[range_batch, tile, 0]
-    num_blocks = blocks_ref[range_batch, tile, 1] - first_block
+    first_block = keys_ref[range_batch, tile, 0] // block
+    num_blocks = pl.cdiv(keys_ref[range_batch, tile, 1], jnp.int32(block)) - first_block
+    k_smem, v_smem = kv_smem
 
     @pl.when(warpgroup < _WARPGROUPS)
     def _consume():
         plgpu.set_max_registers(240, action="increase")
         row_tile = tile * _WARPGROUPS + warpgroup
         rows = pl.ds(row_tile * ROWS, ROWS)
-        q_tile, d_out_tile = q_smem.at[warpgroup], d_out_smem.at[warpgroup]
-        plgpu.copy_gmem_to_smem(q_ref.at[batch, rows, head], q_tile, q_ready.at[warpgroup])
-        plgpu.copy_gmem_to_smem(d_out_ref.at[batch, rows, head], d_out_tile, d_out_ready.at[warpgroup])
+        q_tile, out_tile, d_out_tile = (x.at[warpgroup] for x in row_smem)
+        for ref, smem in ((q_ref, q_tile), (out_ref, out_tile), (d_out_ref, d_out_tile)):
+            plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem, row_ready.at[warpgroup])
         start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
         end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
         lse = plgpu.load(lse_ref.at[batch, head, rows], layout=ROW, optimized=False)
-        delta = plgpu.load(delta_ref.at[batch, head, rows], layout=ROW, optimized=False)
         whole_first, whole_last = whole_ref[range_batch, row_tile, 0], whole_ref[range_batch, row_tile, 1]
-        plgpu.barrier_wait(q_ready.at[warpgroup])
-        plgpu.barrier_wait(d_out_ready.at[warpgroup])
+        plgpu.barrier_wait(row_ready.at[warpgroup])
+        delta = row_sums(out_tile, d_out_tile)
 
         def key_block(step, dq):
             slot = lax.rem(step, jnp.int32(stages))
             first_key = (first_block + step) * block
             is_whole = (first_key >= whole_first) & (first_key + block <= whole_last)
-            plgpu.barrier_wait(k_ready.at[slot])
-            plgpu.barrier_wait(v_ready.at[slot])
-
-            def score_gradient(scores_ref, d_weights_ref):
-                plgpu.wgmma(scores_ref, q_tile, k_smem.at[slot].transpose((1, 0)))
-                plgpu.wgmma(d_weights_ref, d_out_tile, v_smem.at[slot].transpose((1, 0)))
-                s = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-                s = lax.cond(is_whole, lambda s: s, lambda s: mask_keys(s, start, end, first_key), s)
-                weights = jnp.exp2(s * (scale * LOG2_E) - down(lse, s.shape))
-                return weights * (d_weights_ref[...] - down(delta, s.shape))
-
-            accumulators = [plgpu.ACC((ROWS, block), jnp.float32)] * 2
-            d_scores = pl.run_scoped(score_gradient, *accumulators).astype(k_ref.dtype)
-            plgpu.barrier_arrive(v_free.at[slot])
+            plgpu.barrier_wait(kv_ready[0].at[slot])
+            plgpu.barrier_wait(kv_ready[1].at[slot])
+            mask = functools.partial(mask_keys, start=start, end=end, first_key=first_key)
+            d_scores = score_gradient(
+                q_tile, d_out_tile, k_smem.at[slot], v_smem.at[slot], lse, delta, is_whole, mask, scale
+            )
+            plgpu.barrier_arrive(kv_free[1].at[slot])
 
             def weighted_keys(dq_ref):
                 plgpu.wgmma(dq_ref, d_scores, k_smem.at[slot])
 
             dq = pl.run_state(weighted_keys)(plgpu.ACC.init(dq))
-            plgpu.barrier_arrive(k_free.at[slot])
+            plgpu.barrier_arrive(kv_free[0].at[slot])
             return dq
 
-        init = zeros((ROWS, q_tile.shape[1]), TILE)
-        dq = lax.fori_loop(0, num_blocks, key_block, init)
-        q_tile[...] = (dq * scale).astype(q_tile.dtype)
+        dq = lax.fori_loop(0, num_blocks, key_block, zeros(q_tile.shape, TILE))
+        out_tile[...] = (dq * scale).astype(q_tile.dtype)
+        delta_smem.at[warpgroup][...] = delta
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_tile, dq_ref.at[batch, rows, head])
+        plgpu.copy_smem_to_gmem(out_tile, dq_ref.at[batch, rows, head])
+        plgpu.copy_smem_to_gmem(delta_smem.at[warpgroup], delta_ref.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == _WARPGROUPS)
@@ -152,59 +143,102 @@ def _query_kernel(
         @pl.loop(0, num_blocks)
         def _key_block(step):
             keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
-            copies = ((k_ref.at[keys], k_smem, k_ready, k_free), (v_ref.at[keys], v_smem, v_ready, v_free))
-            fill_stage(step, stages, copies)
+            sources = ((k_ref.at[keys],), (v_ref.at[keys],))
+            buffers = ((k_smem,), (v_smem,))
+            fill_stage(step, stages, zip(sources, buffers, kv_ready, kv_free, strict=True))
 
-        drain(num_blocks, stages, (k_free, v_free))
+        drain(num_blocks, stages, kv_free)
+
+
+def row_sums(out_tile, d_out_tile) -> jax.Array:
+    """Row sums of output times its gradient, float32, from shared memory."""
+    out, d_out = (plgpu.load(x, layout=TILE).astype(jnp.float32) for x in (out_tile, d_out_tile))
+    return (out * d_out).sum(axis=1)
+
+
+def score_gradient(q_tile, d_out_tile, k_tile, v_tile, lse, delta, is_whole, mask, scale) -> jax.Array:
+    """Gradient of the unscaled scores [rows, keys] in the type of the inputs; mask(scores) unless is_whole."""
+
+    def probabilities(scores_ref, d_weights_ref):
+        plgpu.wgmma(scores_ref, q_tile, k_tile.transpose((1, 0)))
+        plgpu.wgmma(d_weights_ref, d_out_tile, v_tile.transpose((1, 0)))
+        s = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+        s = lax.cond(is_whole, lambda s: s, mask, s)
+        weights = jnp.exp2(s * (scale * LOG2_E) - down(lse, s.shape))
+        return weights * (d_weights_ref[...] - down(delta, s.shape))
+
+    accumulator = plgpu.ACC((q_tile.shape[0], k_tile.shape[0]), jnp.float32)
+    return pl.run_scoped(probabilities, accumulator, accumulator).astype(q_tile.dtype)
 
 
 def key_gradients(
-    streams: tuple[StreamResiduals, ...], k: jax.Array, v: jax.Array, *, scale: float, stages: int = 3
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group."""
+    streams: tuple[StreamResiduals, ...],
+    deltas: tuple[jax.Array, ...],
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    with_query_gradient: tuple[bool, ...],
+    stages: int = 2,
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array | None, ...]]:
+    """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group.
+
+    For the streams that `with_query_gradient` marks, the gradient [B, P, N, H] of the queries comes along: five matrix
+    products for each pair of tiles instead of the seven of two kernels, but its sum over the key tiles is made by
+    atomic additions, in any order.
+    """
     batch, num_keys, num_kv_heads, head_size = k.shape
     block = _WARPGROUPS * ROWS
-    tile_of = functools.partial(plgpu.SMEM, dtype=k.dtype, transforms=TRANSFORMS)
-    group = streams[0].q.shape[2] // num_kv_heads
+    tile_of = functools.partial(plgpu.SMEM, transforms=TRANSFORMS)
+    d_queries = [
+        jax.new_ref(jnp.zeros(s.q.shape, jnp.float32)) if marked else None
+        for s, marked in zip(streams, with_query_gradient, strict=True)
+    ]
     arrays = tuple(
-        (s.q, s.d_out, s.lse, s.delta, s.tiles.start, s.tiles.end, s.tiles.whole,
-         row_tile_range(s.tiles, num_keys, block))
-        for s in streams
+        (s.q, s.lse, s.d_out, delta, s.tiles.start, s.tiles.end, s.tiles.seen, s.tiles.whole,
+         s.tiles.tiles_of_keys, d_q)
+        for s, delta, d_q in zip(streams, deltas, d_queries, strict=True)
     )  # fmt: skip
-    return plgpu.kernel(
-        functools.partial(_key_kernel, group=group, scale=scale, stages=stages),
-        out_type=(k, v),
+    exchange = (
+        tile_of((_WARPGROUPS, _WARPGROUPS, ROWS, ROWS), k.dtype),
+        plgpu.SMEM((_WARPGROUPS, ROWS, head_size), jnp.float32, transforms=TRANSFORMS_32),
+        plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=_WARPGROUPS),
+        plgpu.Barrier(num_arrivals=_WARPGROUPS),
+    )
+    dk, dv = plgpu.kernel(
+        functools.partial(_key_kernel, group=streams[0].q.shape[2] // num_kv_heads, scale=scale, stages=stages),
+        out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         grid=(num_kv_heads, num_keys // block, batch),
         grid_names=("head", "tile", "batch"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
-            tile_of((_WARPGROUPS, ROWS, head_size)),
-            tile_of((_WARPGROUPS, ROWS, head_size)),
-            plgpu.Barrier(num_barriers=_WARPGROUPS),
-            plgpu.Barrier(num_barriers=_WARPGROUPS),
-            (tile_of((stages, ROWS, head_size)), plgpu.SMEM((stages, ROWS), jnp.float32)) * 2,
-            (plgpu.Barrier(num_barriers=stages),) * 4,
-            (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 4,
+            (tile_of((_WARPGROUPS, ROWS, head_size), k.dtype),) * 2,
+            plgpu.Barrier(num_arrivals=2, num_barriers=_WARPGROUPS),
+            ((tile_of((stages, ROWS, head_size), k.dtype), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
+            (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2,
+            (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
+            exchange if any(with_query_gradient) else None,
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=512),
     )(arrays, k, v)
+    return dk, dv, tuple(None if x is None else (jax.freeze(x) * scale).astype(k.dtype) for x in d_queries)
 
 
 def _key_kernel(
     streams, k_ref, v_ref, dk_ref, dv_ref,
-    k_smem, v_smem, k_ready, v_ready, row_smem, row_ready, row_free,
+    kv_smem, kv_ready, row_smem, row_ready, row_free, exchange,
     *, group, scale, stages,
 ):  # fmt: skip
     warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     tile = lax.axis_index("tile")
-    q_smem, lse_smem, d_out_smem, delta_smem = row_smem
+    (q_smem, lse_smem), (d_out_smem, delta_smem) = row_smem
 
     def for_row_tiles(body, carry):
         """carry = body(stream, its index of the sequence, head, row tile, running number, carry) over all of them."""
         number = jnp.int32(0)
         for stream in streams:
-            tile_range_ref = stream[-1]
+            tile_range_ref = stream[8]
             range_batch = batch if tile_range_ref.shape[0] > 1 else 0
             first, last = tile_range_ref[range_batch, tile, 0], tile_range_ref[range_batch, tile, 1]
 
@@ -224,20 +258,20 @@ def _key_kernel(
         plgpu.set_max_registers(240, action="increase")
         first_key = (tile * _WARPGROUPS + warpgroup) * ROWS
         keys = pl.ds(first_key, ROWS)
-        k_tile, v_tile = k_smem.at[warpgroup], v_smem.at[warpgroup]
-        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, k_ready.at[warpgroup])
-        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, v_ready.at[warpgroup])
-        plgpu.barrier_wait(k_ready.at[warpgroup])
-        plgpu.barrier_wait(v_ready.at[warpgroup])
+        k_tile, v_tile = (x.at[warpgroup] for x in kv_smem)
+        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, kv_ready.at[warpgroup])
+        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, kv_ready.at[warpgroup])
+        plgpu.barrier_wait(kv_ready.at[warpgroup])
 
         def row_tile(stream, range_batch, head, index, number, carry):
-            del head
-            start_ref, end_ref, whole_ref = stream[4:7]
+            start_ref, end_ref, seen_ref, whole_ref, _, dq_ref = stream[4:]
             slot = lax.rem(number, jnp.int32(stages))
             rows = pl.ds(index * ROWS, ROWS)
             is_whole = first_key >= whole_ref[range_batch, index, 0]
             is_whole &= first_key + ROWS <= whole_ref[range_batch, index, 1]
             q_tile, d_out_tile = q_smem.at[slot], d_out_smem.at[slot]
+            plgpu.barrier_wait(row_ready[0].at[slot])
+            plgpu.barrier_wait(row_ready[1].at[slot])
 
             def mask(s):
                 start = plgpu.load(start_ref.at[range_batch, rows], layout=COLUMN, optimized=False)
@@ -250,32 +284,51 @@ def _key_kernel(
                 dk_ref, dv_ref = refs
 
                 def transposed(scores_ref, d_weights_ref):
-                    plgpu.barrier_wait(row_ready[0].at[slot])
                     plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
-                    plgpu.barrier_wait(row_ready[2].at[slot])
                     plgpu.wgmma(d_weights_ref, v_tile, d_out_tile.transpose((1, 0)))
-                    plgpu.barrier_wait(row_ready[1].at[slot])
                     lse = plgpu.load(lse_smem.at[slot], layout=COLUMN)
-                    plgpu.barrier_arrive(row_free[1].at[slot])
                     s = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
                     s = lax.cond(is_whole, lambda s: s, mask, s)
                     weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
                     plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
-                    plgpu.barrier_wait(row_ready[3].at[slot])
                     delta = plgpu.load(delta_smem.at[slot], layout=COLUMN)
-                    plgpu.barrier_arrive(row_free[3].at[slot])
+                    if dq_ref is None:
+                        # The copies that refill the stage must come after these reads of it.
+                        plgpu.commit_smem()
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    d_scores = weights * (d_weights - across(delta, s.shape))
-                    plgpu.wgmma(dk_ref, d_scores.astype(k_tile.dtype), q_tile)
+                    d_scores = (weights * (d_weights - across(delta, s.shape))).astype(k_tile.dtype)
+                    if dq_ref is not None:
+                        d_scores_smem, _, exchanged, _ = exchange
+                        owner = lax.rem(number, jnp.int32(_WARPGROUPS))
+                        d_scores_smem.at[owner, warpgroup][...] = d_scores
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(exchanged.at[owner])
+                    plgpu.wgmma(dk_ref, d_scores, q_tile)
 
                 pl.run_scoped(transposed, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
 
-            carry = pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry))
+            def step(carry):
+                return tuple(pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry)))
+
+            if dq_ref is None:
+                is_seen = first_key + ROWS > seen_ref[range_batch, index, 0]
+                is_seen &= first_key < seen_ref[range_batch, index, 1]
+                carry = lax.cond(is_seen, step, lambda carry: carry, carry)
+            else:
+                carry = step(carry)
+                pl.when(lax.rem(number, jnp.int32(_WARPGROUPS)) == warpgroup)(
+                    lambda: _add_query_gradient(dq_ref.at[batch, rows, head], kv_smem[0], *exchange, warpgroup)
+                )
             plgpu.barrier_arrive(row_free[0].at[slot])
-            plgpu.barrier_arrive(row_free[2].at[slot])
+            plgpu.barrier_arrive(row_free[1].at[slot])
             return carry
 
         dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
+        plgpu.wait_smem_to_gmem(0)
+        if exchange is not None:
+            # The other warpgroup may still read these keys for the last row tile.
+            plgpu.barrier_arrive(exchange[3])
+            plgpu.barrier_wait(exchange[3])
         k_tile[...] = (dk * scale).astype(k_tile.dtype)
         v_tile[...] = dv.astype(v_tile.dtype)
         plgpu.commit_smem()
@@ -289,15 +342,34 @@ def _key_kernel(
 
         def row_tile(stream, range_batch, head, index, number, carry):
             del range_batch, carry
-            q_ref, d_out_ref, lse_ref, delta_ref = stream[:4]
+            q_ref, lse_ref, d_out_ref, delta_ref = stream[:4]
             rows = pl.ds(index * ROWS, ROWS)
             sources = (
-                q_ref.at[batch, rows, head],
-                lse_ref.at[batch, head, rows],
-                d_out_ref.at[batch, rows, head],
-                delta_ref.at[batch, head, rows],
+                (q_ref.at[batch, rows, head], lse_ref.at[batch, head, rows]),
+                (d_out_ref.at[batch, rows, head], delta_ref.at[batch, head, rows]),
             )
             fill_stage(number, stages, zip(sources, row_smem, row_ready, row_free, strict=True))
             return number + 1
 
         drain(for_row_tiles(row_tile, jnp.int32(0)), stages, row_free)
+
+
+def _add_query_gradient(dq_ref, k_smem, d_scores_smem, dq_smem, exchanged, finished, warpgroup):
+    """Adds the share of this block's keys in the gradient of 64 query rows, once both warpgroups have stored theirs.
+
+    The warpgroups take turns, each with its own buffer of score gradients [64 keys, 64 rows] for each of both.
+    """
+    del finished
+    plgpu.barrier_wait(exchanged.at[warpgroup])
+
+    def weighted_keys(acc_ref):
+        for i in range(_WARPGROUPS):
+            plgpu.wgmma(acc_ref, d_scores_smem.at[warpgroup, i].transpose((1, 0)), k_smem.at[i])
+        return acc_ref[...]
+
+    dq = pl.run_scoped(weighted_keys, plgpu.ACC((ROWS, k_smem.shape[2]), jnp.float32))
+    staged = dq_smem.at[warpgroup]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    staged[...] = dq
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, dq_ref, reduction_op="add")

@@ -15,7 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dual_stream_attention.hopper_pipeline import (
+    BLIND_LSE,
     LOG2_E,
+    LOWEST,
     ROW,
     TILE,
     TRANSFORMS,
@@ -26,13 +28,9 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     zeros,
 )
 from pallas_kernels.dual_stream_attention.hopper_tiles import WARPGROUP_ROWS as ROWS
-from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles, key_blocks
-
-BLIND_LSE = 1e30
-"""Log-sum-exp of a row that sees nothing: every probability recomputed from it is zero."""
+from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles
 
 _WARPGROUPS = 2
-_LOWEST = -1e30
 
 
 def forward(
@@ -44,7 +42,6 @@ def forward(
     """
     batch, num_rows, num_heads, head_size = q.shape
     num_kv_heads = k.shape[2]
-    blocks = key_blocks(tiles, _WARPGROUPS, block)
     num_tiles = num_rows // (_WARPGROUPS * ROWS)
 
     def tile_of(shape, dtype=q.dtype):
@@ -73,11 +70,11 @@ def forward(
             plgpu.Barrier(num_arrivals=_WARPGROUPS),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(q, k, v, tiles.start, tiles.end, tiles.whole, blocks)
+    )(q, k, v, tiles.start, tiles.end, tiles.whole, tiles.keys_of_block)
 
 
 def _kernel(
-    q_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, blocks_ref, o_ref, lse_ref,
+    q_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, keys_ref, o_ref, lse_ref,
     q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turn,
     *, group, scale, block, stages, num_tiles,
 ):  # fmt: skip
@@ -85,8 +82,8 @@ def _kernel(
     # The last rows of a causal stream have the most keys: they start first.
     tile = num_tiles - 1 - lax.axis_index("tile")
     range_batch = batch if start_ref.shape[0] > 1 else 0
-    first_block = blocks_ref[range_batch, tile, 0]
-    num_blocks = blocks_ref[range_batch, tile, 1] - first_block
+    first_block = keys_ref[range_batch, tile, 0] // block
+    num_blocks = pl.cdiv(keys_ref[range_batch, tile, 1], jnp.int32(block)) - first_block
 
     def take_turn():
         plgpu.barrier_arrive(turn)
@@ -140,7 +137,7 @@ def _kernel(
 
         init = (
             zeros((ROWS, q_tile.shape[1]), TILE),
-            plgpu.layout_cast(jnp.full((ROWS,), _LOWEST, jnp.float32), ROW),
+            plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
             zeros((ROWS,), ROW),
         )
         acc, row_max, row_sum = lax.fori_loop(0, num_blocks, key_block, init)
@@ -164,7 +161,10 @@ def _kernel(
         @pl.loop(0, num_blocks)
         def _key_block(step):
             keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
-            copies = ((k_ref.at[keys], k_smem, k_ready, k_free), (v_ref.at[keys], v_smem, v_ready, v_free))
+            copies = (
+                ((k_ref.at[keys],), (k_smem,), k_ready, k_free),
+                ((v_ref.at[keys],), (v_smem,), v_ready, v_free),
+            )
             fill_stage(step, stages, copies)
 
         drain(num_blocks, stages, (k_free, v_free))

@@ -11,13 +11,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2_E = math.log2(math.e)
 
+LOWEST = -1e30
+"""The row maximum before any key: a row that sees nothing then has weights of zero, without a special case."""
+
+BLIND_LSE = 1e30
+"""Log-sum-exp of a row that sees nothing: every probability recomputed from it is zero."""
+
 TILE = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Registers of a matrix product's result, of one value for each of its rows, and of one for each column."""
 
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-"""How 16-bit operands of matrix products lie in shared memory."""
+TRANSFORMS_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+"""How operands of matrix products lie in shared memory, and 32-bit results."""
 
 
 def down(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -35,14 +42,15 @@ def zeros(shape: tuple[int, ...], layout) -> jax.Array:
 
 
 def fill_stage(number: jax.Array, stages: int, copies: Iterable[tuple]) -> None:
-    """Starts copy `number` of the ring: (source, buffers, ready, free) for each of the operands of a step.
+    """Starts copies number `number` of the ring: (sources, their buffers, ready, free), all of a step's operands.
 
-    The buffers are refilled once their last readers have arrived at `free`.
+    Buffers are refilled once their last readers have arrived at `free`; each copy is an arrival at `ready`.
     """
     slot = lax.rem(number, jnp.int32(stages))
-    for source, buffers, ready, free in copies:
+    for sources, buffers, ready, free in copies:
         pl.when(number >= stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-        plgpu.copy_gmem_to_smem(source, buffers.at[slot], ready.at[slot])
+        for source, buffer in zip(sources, buffers, strict=True):
+            plgpu.copy_gmem_to_smem(source, buffer.at[slot], ready.at[slot])
 
 
 def drain(total: jax.Array, stages: int, frees: Iterable) -> None:
@@ -51,7 +59,7 @@ def drain(total: jax.Array, stages: int, frees: Iterable) -> None:
         number = total - stages + i
         slot = lax.rem(number + stages, jnp.int32(stages))
         for free in frees:
-            pl.when(number >= 0)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+            pl.when(number >= 0)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
 def mask_keys(scores: jax.Array, start: jax.Array, end: jax.Array, first_key: jax.Array) -> jax.Array:

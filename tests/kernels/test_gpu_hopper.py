@@ -13,8 +13,8 @@ from test_gpu import PACKED, WHOLE
 
 from orthros_jax.config import Config, DataConfig, ModelConfig, TrainingConfig
 from orthros_jax.training.step import make_program
-from pallas_kernels import dual_stream_attention
-from pallas_kernels.dual_stream_attention import api, reference
+from pallas_kernels import dispatch, dual_stream_attention
+from pallas_kernels.dual_stream_attention import reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -107,7 +107,7 @@ def test_more_than_two_to_the_31_elements():
 
 def test_auto_takes_hopper_in_the_train_step(caplog):
     """One step with the kernels and one with plain XLA: the same loss and gradient norm."""
-    api._log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     model = ModelConfig(
         vocab_size=258, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=2, head_dim=64, ffn_dim=256, window=128
     )

@@ -1,0 +1,1 @@
+"""Attention of the rows of a decoding step over the key/value cache, in one pass."""
