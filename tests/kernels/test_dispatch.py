@@ -172,7 +172,8 @@ def test_auto_takes_the_kernels_on_a_tpu(monkeypatch, caplog):
         out = _trace(sliding_window_attention, q, q, q, window=3)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     assert caplog.messages == [
-        "sliding_window_attention: impl=auto takes tpu; not hopper: it needs a Hopper GPU, and the device is TPU v5 lite"
+        "sliding_window_attention: impl=auto takes tpu; "
+        "not hopper: it needs a Hopper GPU, and the device is TPU v5 lite"
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from numerics import assert_blind_rows_are_zero, assert_numerics, make_case, run
 
 from pallas_kernels import dual_stream_attention
-from pallas_kernels.dual_stream_attention import hopper
+from pallas_kernels.dual_stream_attention import hopper, hopper_window
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,12 +45,28 @@ def interpreted(monkeypatch):
     return interpreted
 
 
+def _assert_right(case, interpreted, **kwargs):
+    with interpreted():
+        found = assert_numerics(partial(dual_stream_attention, impl="hopper", **case.mask, **kwargs), case)
+    assert_blind_rows_are_zero(found, case)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_numerics_rule_and_blind_rows(name, interpreted):
-    case = CASES[name]
-    with interpreted():
-        found = assert_numerics(partial(dual_stream_attention, impl="hopper", **case.mask), case)
-    assert_blind_rows_are_zero(found, case)
+    _assert_right(CASES[name], interpreted)
+
+
+def test_sums_in_any_order(interpreted):
+    """deterministic=False adds to the queries' gradient from several blocks of keys."""
+    name = "documents of one token, padding, a row of padding, window 127, grouped heads"
+    _assert_right(CASES[name], interpreted, deterministic=False)
+
+
+def test_sweep_of_many_tiles(interpreted, monkeypatch):
+    """As in a batch that fills the chip: a block of the grid sweeps over eight tiles and reuses its ring of keys."""
+    monkeypatch.setattr(hopper_window, "chunk_of", lambda *_: 8)
+    segments = [[(1, 70), (2, 1), (3, 400)]]
+    _assert_right(make_case(B=1, T=512, W=129, N=1, K=1, H=64, P=1, segments=segments, out_index=[[3]]), interpreted)
 
 
 def test_one_token_in_float16(interpreted):
