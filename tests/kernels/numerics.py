@@ -1,12 +1,12 @@
 """The numerics rule of every attention backend, and the cases that all of them must get right.
 
-Inputs are bfloat16 values. The truth is the float64 reference; the yardstick is plain dense attention in
-jax.numpy with products in the inputs' type and a float32 softmax. RMS and maximum error of a backend, for
-values and for each gradient, may be at most twice the yardstick's plus 1e-5 of the largest true value.
+Inputs are bfloat16 values. The truth is the float64 reference; the yardstick is dense attention in jax.numpy, forward
+and backward, whose products have operands in the inputs' type and whose sums and softmax are float32. RMS and maximum
+error of a backend, for values and for each gradient, may be at most twice the yardstick's plus 1e-5 of the largest
+true value.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -96,33 +96,54 @@ def run(attention, case: Case, dtype) -> dict[str, np.ndarray]:
     return {name: np.asarray(x, np.float64) for name, x in zip(NAMES, results, strict=True)}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded_gradient(dtype, x):
-    """x itself; its gradient is rounded to `dtype`, as an operand of the products that follow."""
-    return x
-
-
-_rounded_gradient.defvjp(lambda dtype, x: (x, None), lambda dtype, _, g: (g.astype(dtype).astype(g.dtype),))
-
-
 def yardstick(case: Case):
-    """Dense attention of both streams as a function of q_ctx, q_out, k, v: products of rounded operands, forward and
-    backward, and a float32 softmax."""
-    context, output = case.visible()
+    """Dense attention of both streams as a function of q_ctx, q_out, k, v, with its own backward pass.
 
-    def dense(q, k, v, visible):
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        scores = jnp.einsum("bpnh,btnh->bnpt", q, k, preferred_element_type=jnp.float32)
-        scores = _rounded_gradient(q.dtype, scores) * q.shape[-1] ** -0.5
-        scores = jnp.where(visible[:, None], scores, -1e30)
-        weights = jnp.where(visible[:, None], jax.nn.softmax(scores, axis=-1), 0.0).astype(q.dtype)
-        return jnp.einsum("bnpt,btnh->bpnh", weights, v, preferred_element_type=jnp.float32).astype(q.dtype)
-
-    return lambda q_ctx, q_out, k, v: (dense(q_ctx, k, v, context), dense(q_out, k, v, output))
+    The backward pass takes the row sums of output times output gradient from the rounded output, as all backends do.
+    """
+    context, output = (_dense_attention(visible[:, None, None]) for visible in case.visible())
+    return lambda q_ctx, q_out, k, v: (context(q_ctx, k, v), output(q_out, k, v))
 
 
-def assert_numerics(attention, case: Case, dtype=jnp.bfloat16) -> None:
-    """Asserts the numerics rule for attention(q_ctx, q_out, k, v), given the mask of the case."""
+def _dense_attention(visible):
+    """Attention(q, k, v) over the keys that are visible [B, 1, 1, P, T]."""
+
+    def softmax(q, k):
+        scores = _product("bpkgh,btkh->bkgpt", _by_group(q, k), k) * q.shape[-1] ** -0.5
+        return jnp.where(visible, jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1), 0.0)
+
+    def forward(q, k, v):
+        out = _product("bkgpt,btkh->bpkgh", softmax(q, k).astype(q.dtype), v)
+        out = out.reshape(q.shape).astype(q.dtype)
+        return out, (q, k, v, out)
+
+    def backward(residuals, d_out):
+        q, k, v, out = residuals
+        scale, weights = q.shape[-1] ** -0.5, softmax(q, k)
+        row_sums = _product("bpkgh,bpkgh->bkgp", _by_group(out, k), _by_group(d_out, k))
+        d_weights = _product("bpkgh,btkh->bkgpt", _by_group(d_out, k), v)
+        d_scores = (weights * (d_weights - row_sums[..., None])).astype(q.dtype)
+        dq = _product("bkgpt,btkh->bpkgh", d_scores, k) * scale
+        dk = _product("bkgpt,bpkgh->btkh", d_scores, _by_group(q, k)) * scale
+        dv = _product("bkgpt,bpkgh->btkh", weights.astype(q.dtype), _by_group(d_out, k))
+        return dq.reshape(q.shape).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    attention = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
+    attention.defvjp(forward, backward)
+    return attention
+
+
+def _product(spec, a, b):
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _by_group(x, k):
+    """x [B, P, N, H] as [B, P, K, N / K, H]: the query heads by the key head of k [B, T, K, H] that they see."""
+    return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[3])
+
+
+def assert_numerics(attention, case: Case, dtype=jnp.bfloat16) -> dict[str, np.ndarray]:
+    """Asserts the numerics rule for attention(q_ctx, q_out, k, v), given the mask of the case; returns the results."""
     truth = case.truth()
     found, allowed = run(attention, case, dtype), run(yardstick(case), case, dtype)
     for name in NAMES:
@@ -131,6 +152,7 @@ def assert_numerics(attention, case: Case, dtype=jnp.bfloat16) -> None:
         for label, measure in (("maximum", np.max), ("RMS", lambda x: np.sqrt(np.mean(x**2)))):
             limit = 2 * measure(yardstick_error) + slack
             assert measure(error) <= limit, f"{name}: {label} error {measure(error)} above {limit}"
+    return found
 
 
 def assert_blind_rows_are_zero(results: dict[str, np.ndarray], case: Case) -> None:

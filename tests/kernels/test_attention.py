@@ -46,6 +46,7 @@ CASES = {
 RULE_CASES = {
     "packed": make_case(T=200, W=16, N=4, K=1, H=64, segments=[[(1, 1), (2, 90), (3, 100)], [(1, 199), (2, 1)]]),
     "output rows": make_case(B=1, T=150, W=100, P=70, H=64, out_index=[[*range(0, 130, 2), 149, 149, -1, -1, -1]]),
+    "rows of one and two keys": make_case(B=1, T=140, W=2, out_window=129, N=2, K=1, H=128),
 }
 
 

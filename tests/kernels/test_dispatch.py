@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
+from orthros_jax.config import Config, DataConfig, ModelConfig, TrainingConfig
+from orthros_jax.training.step import make_program
 from pallas_kernels import cross_attention, dispatch, dual_stream_attention, sliding_window_attention
-from pallas_kernels.dual_stream_attention import cudnn, tpu
+from pallas_kernels.dual_stream_attention import cudnn, hopper, tpu
 from pallas_kernels.dual_stream_attention.mask import Stream
 
 NO_GPU = "it needs an NVIDIA GPU, and the device is cpu"
+NO_HOPPER = "it needs a Hopper GPU, and the device is cpu"
 NO_TPU = "it needs a TPU, and the device is cpu"
 
 
@@ -48,15 +51,16 @@ def test_auto_takes_xla_on_a_cpu_and_says_so_once(caplog):
         for _ in range(2):
             _trace(sliding_window_attention, q, k, k, window=3)
         _trace(cross_attention, q, k, k)
+    passed_over = f"not hopper: {NO_HOPPER}; not tpu: {NO_TPU}; not cudnn: {NO_GPU}"
     assert caplog.messages == [
-        f"sliding_window_attention: impl=auto takes xla; not tpu: {NO_TPU}; not cudnn: {NO_GPU}",
-        f"cross_attention: impl=auto takes xla; not tpu: {NO_TPU}; not cudnn: {NO_GPU}",
+        f"sliding_window_attention: impl=auto takes xla; {passed_over}",
+        f"cross_attention: impl=auto takes xla; {passed_over}",
     ]
 
 
 def test_forced_backend_never_falls_back():
     q = _array(1, 8, 2, 16)
-    for impl, reason in (("cudnn", NO_GPU), ("tpu", NO_TPU)):
+    for impl, reason in (("hopper", NO_HOPPER), ("tpu", NO_TPU), ("cudnn", NO_GPU)):
         with pytest.raises(NotImplementedError) as error:
             _trace(dual_stream_attention, q, q, q, q, window=3, impl=impl)
         assert str(error.value) == f"dual_stream_attention: impl={impl!r} is not possible here: {reason}"
@@ -69,6 +73,12 @@ def _pretend_gpu(monkeypatch, capability="9.0"):
         compute_capability=capability,
         device_kind="NVIDIA X",
     )
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+
+
+def _pretend_tpu(monkeypatch):
+    client = SimpleNamespace(platform_version="TFRT TPU v5 lite")
+    device = SimpleNamespace(platform="tpu", client=client, device_kind="TPU v5 lite")
     monkeypatch.setattr(jax, "devices", lambda: [device])
 
 
@@ -122,9 +132,9 @@ def test_cudnn_refusals(monkeypatch, capability, q, mask, reason):
     assert cudnn.unsupported((stream,), q, mask.get("segment_ids"), True) == reason
 
 
-def test_auto_prefers_cudnn_where_it_can(monkeypatch, caplog):
+def test_auto_takes_cudnn_where_hopper_cannot(monkeypatch, caplog):
     dispatch.log_once.cache_clear()
-    _pretend_gpu(monkeypatch)
+    _pretend_gpu(monkeypatch, "8.0")
     called = []
     monkeypatch.setattr(cudnn, "attention", lambda streams, *_: called.append(streams) or [streams[0].q])
     q = _array(1, 8, 2, 64)
@@ -132,7 +142,9 @@ def test_auto_prefers_cudnn_where_it_can(monkeypatch, caplog):
         _trace(sliding_window_attention, q, q, q, window=3)
     assert len(called) == 1
     assert caplog.messages == [
-        "sliding_window_attention: impl=auto takes cudnn; not tpu: it needs a TPU, and the device is NVIDIA X"
+        "sliding_window_attention: impl=auto takes cudnn; "
+        "not hopper: it needs a Hopper GPU, and the device is NVIDIA X; "
+        "not tpu: it needs a TPU, and the device is NVIDIA X"
     ]
 
 
@@ -147,19 +159,65 @@ def test_auto_prefers_cudnn_where_it_can(monkeypatch, caplog):
     ],
 )
 def test_tpu_refusals(monkeypatch, head_size, dtype, reason):
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")])
+    _pretend_tpu(monkeypatch)
     q, index = _array(2, 8, 2, head_size, dtype=dtype), _array(2, 8, dtype=jnp.int32)
     assert tpu.unsupported((Stream(q, 4, None), Stream(q, None, index)), q, index, True) == reason
 
 
 def test_auto_takes_the_kernels_on_a_tpu(monkeypatch, caplog):
     dispatch.log_once.cache_clear()
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")])
+    _pretend_tpu(monkeypatch)
     q = _array(1, 8, 2, 64)
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         out = _trace(sliding_window_attention, q, q, q, window=3)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
-    assert caplog.messages == ["sliding_window_attention: impl=auto takes tpu"]
+    assert caplog.messages == [
+        "sliding_window_attention: impl=auto takes tpu; "
+        "not hopper: it needs a Hopper GPU, and the device is TPU v5 lite"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "head_size", "dtype", "reason"),
+    [
+        ("9.0", (0, 11, 2), 64, jnp.bfloat16, None),
+        ("9.0", (0, 12, 0), 128, jnp.float16, None),
+        ("8.0", (0, 11, 2), 64, jnp.bfloat16, "it needs a Hopper GPU, and the device is NVIDIA X"),
+        ("10.0", (0, 11, 2), 64, jnp.bfloat16, "it needs a Hopper GPU, and the device is NVIDIA X"),
+        ("9.0", (0, 10, 2), 64, jnp.bfloat16, "it needs JAX 0.11 or later, and this is 0.10.2"),
+        ("9.0", (0, 11, 2), 64, jnp.float32, "it needs bfloat16 or float16, and the inputs are float32"),
+        ("9.0", (0, 11, 2), 96, jnp.bfloat16, "it needs a head size of 64 or 128, and it is 96"),
+    ],
+)
+def test_hopper_refusals(monkeypatch, capability, version, head_size, dtype, reason):
+    _pretend_gpu(monkeypatch, capability)
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setattr(jax, "__version__", ".".join(map(str, version)))
+    q, index = _array(2, 8, 4, head_size, dtype=dtype), _array(2, 8, dtype=jnp.int32)
+    k = _array(2, 8, 2, head_size, dtype=dtype)
+    assert hopper.unsupported((Stream(q, 4, None), Stream(q, None, index)), k, index, True) == reason
+
+
+@pytest.mark.skipif(jax.__version_info__[:2] < (0, 11), reason="needs Python 3.12 and JAX 0.11")
+def test_auto_takes_hopper_in_the_train_step(monkeypatch, caplog):
+    """Traced only: packed windows of a length that is no multiple of the kernels' tiles, grouped heads."""
+    dispatch.log_once.cache_clear()
+    model = ModelConfig(
+        vocab_size=48, num_layers=2, model_dim=32, num_heads=4, num_kv_heads=2, head_dim=64, ffn_dim=24, window=4
+    )
+    config = Config(model=model, data=DataConfig(sequence_length=12), training=TrainingConfig(batch_size=2))
+    program = make_program(config, 10)
+    state = jax.eval_shape(program.init, jax.random.key(0))
+    batch = {name: _array(2, 13, dtype=jnp.int32) for name in ("tokens", "segment_ids")}
+    _pretend_gpu(monkeypatch)
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        jaxpr = jax.make_jaxpr(program.train_step)(state, batch)
+    # The last layer needs the output stream alone.
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "dual_stream_attention: impl=auto takes hopper",
+        "cross_attention: impl=auto takes hopper",
+    ]
+    assert "wgmma" in str(jaxpr)
 
 
 def test_cudnn_lowers_to_two_causal_calls_with_the_window(monkeypatch):
@@ -170,7 +228,7 @@ def test_cudnn_lowers_to_two_causal_calls_with_the_window(monkeypatch):
 
     def loss(q_ctx, q_out, k, v):
         streams = Stream(q_ctx, 128, None), Stream(q_out, None, None)
-        return sum(jnp.sum(x.astype(jnp.float32)) for x in cudnn.attention(streams, k, v, None, 0.125))
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in cudnn.attention(streams, k, v, None, 0.125, True))
 
     q, k = _array(2, 512, 8, 64), _array(2, 512, 2, 64)
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(q, q, k, k).lower(lowering_platforms=("cuda",))
@@ -226,7 +284,7 @@ Q, K = _array(2, 8, 4, 16), _array(2, 8, 2, 16)
         (
             (Q, K, K),
             {"impl": "triton"},
-            "impl must be one of auto, tpu, cudnn, xla, got 'triton'",
+            "impl must be one of auto, hopper, tpu, cudnn, xla, got 'triton'",
         ),
     ],
 )
