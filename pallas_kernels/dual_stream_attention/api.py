@@ -54,7 +54,7 @@ def dual_stream_attention(
             contiguous run. Id 0 is padding: such keys are seen by no row, such rows see nothing.
         out_index: int [B, P], the row t_p of the sequence that output row p duplicates, its own key
             included; -1 marks a padding row, which sees nothing. None means P == T and t_p = p.
-        scale: factor on the scores; H ** -0.5 if None.
+        scale: positive factor on the scores; H ** -0.5 if None.
         impl: backend; "auto" takes the first that supports the call and logs its choice.
         deterministic: the same call gives the same bits (cuDNN exempt: it has no such switch).
 
@@ -63,7 +63,7 @@ def dual_stream_attention(
         exactly zero and passes no gradient.
 
     Raises:
-        ValueError: shapes, types or window do not fit together.
+        ValueError: shapes, types, window or scale do not fit together.
         NotImplementedError: a backend named by `impl` does not support the call.
     """
     context, output = Stream(q_ctx, window, None), Stream(q_out, out_window, out_index)
@@ -112,6 +112,8 @@ def _attend(op, streams, k, v, segment_ids, scale, impl, deterministic):
         _check_stream(stream, k, v)
     if segment_ids is not None:
         _check_index("segment_ids", segment_ids, k.shape[:2])
+    if scale is not None and scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
     backend = choose_backend(op, impl, _BACKENDS, lambda b: b.unsupported(streams, k, segment_ids, deterministic))
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     return backend.attention(streams, k, v, segment_ids, scale)

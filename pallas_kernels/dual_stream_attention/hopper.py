@@ -39,18 +39,11 @@ def unsupported(
 
 
 def attention(
-    streams: tuple[Stream, ...],
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    scale: float,
+    streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
     tiles = tuple(_tiles(stream, k.shape[1], segment_ids) for stream in streams)
-    # The windows of the streams that the sweep kernels serve, None for the others.
-    sweeps = tuple(
-        s.window if s.out_index is None and (s.window or k.shape[1]) <= _WIDEST_SWEEP else None for s in streams
-    )
+    sweeps = tuple(_sweep_window(stream) for stream in streams)
     outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), tiles, scale, sweeps)
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 

@@ -258,9 +258,7 @@ def _key_kernel(
             def mask(s):
                 start = plgpu.load(start_ref.at[range_batch, rows], layout=COLUMN, optimized=False)
                 end = plgpu.load(end_ref.at[range_batch, rows], layout=COLUMN, optimized=False)
-                key = first_key + plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=TILE)
-                visible = (across(start, s.shape) <= key) & (key < across(end, s.shape))
-                return jnp.where(visible, s, -jnp.inf)
+                return mask_keys(s, start, end, first_key, keys_axis=0)
 
             def accumulate(refs):
                 dk_ref, dv_ref = refs

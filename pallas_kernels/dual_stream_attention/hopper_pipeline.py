@@ -1,5 +1,6 @@
 """What the Hopper kernels share: register and memory layouts, masking, and the ring of stages that TMA fills."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 
@@ -61,11 +62,13 @@ def drain(total: jax.Array, stages: int, frees: Iterable) -> None:
             pl.when(number >= 0)(lambda free=free, slot=slot: plgpu.barrier_wait(free.at[slot]))
 
 
-def mask_keys(scores: jax.Array, start: jax.Array, end: jax.Array, first_key: jax.Array) -> jax.Array:
-    """Scores [rows, keys], -inf at the keys outside [start, end) of their row."""
-    key = first_key + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=TILE)
-    visible = (down(start, scores.shape) <= key) & (key < down(end, scores.shape))
-    return jnp.where(visible, scores, -jnp.inf)
+def mask_keys(
+    scores: jax.Array, start: jax.Array, end: jax.Array, first_key: jax.Array, *, keys_axis: int = 1
+) -> jax.Array:
+    """Scores of 64 rows and the keys from first_key on, -inf at the keys outside [start, end) of their row."""
+    of_rows = functools.partial(down if keys_axis == 1 else across, shape=scores.shape)
+    key = first_key + plgpu.broadcasted_iota(jnp.int32, scores.shape, keys_axis, layout=TILE)
+    return jnp.where((of_rows(start) <= key) & (key < of_rows(end)), scores, -jnp.inf)
 
 
 def for_tile_pair(pair: jax.Array, num_tiles: int, body: Callable, carry):

@@ -37,11 +37,7 @@ def unsupported(
 
 
 def attention(
-    streams: tuple[Stream, ...],
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    scale: float,
+    streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
     num_keys = k.shape[1]

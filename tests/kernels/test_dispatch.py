@@ -252,6 +252,11 @@ Q, K = _array(2, 8, 4, 16), _array(2, 8, 2, 16)
         ),
         (
             (Q, K, K),
+            {"scale": -0.5},
+            "scale must be positive, got -0.5",
+        ),
+        (
+            (Q, K, K),
             {"window": 0},
             "a window counts the row's own key and must be at least 1, got 0",
         ),
