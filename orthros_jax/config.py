@@ -88,7 +88,7 @@ class ModelConfig:
     """Type of activations and matrix products."""
     statistics_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of normalisation statistics and of the loss's logits; attention's softmax is always float32."""
-    attention_impl: Literal["auto", "xla", "cudnn"] = "auto"
+    attention_impl: Literal["auto", "hopper", "tpu", "cudnn", "xla"] = "auto"
     """Attention backend; auto takes the fastest one that supports the case and logs its choice."""
     remat: Literal["none", "save_dots", "save_attention", "full"] = "none"
     """What the backward pass recomputes: nothing, all but matrix products or attention outputs, or all."""

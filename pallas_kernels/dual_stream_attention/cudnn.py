@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.dispatch import why_not_nvidia_gpu
 from pallas_kernels.dual_stream_attention.mask import Stream
 
 
@@ -19,11 +20,9 @@ def unsupported(
     """Reason why cuDNN cannot do the call on the default device, or None."""
     del deterministic
     head_size = k.shape[-1]
-    device = jax.devices()[0]
-    if "cuda" not in device.client.platform_version:
-        return f"it needs an NVIDIA GPU, and the device is {device.device_kind}"
-    if float(device.compute_capability) < 8.0:
-        return f"it needs compute capability 8.0, and {device.device_kind} has {device.compute_capability}"
+    no_gpu = why_not_nvidia_gpu(8.0)
+    if no_gpu is not None:
+        return no_gpu
     if k.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16, and the inputs are {k.dtype}"
     if head_size % 8 or head_size > 128:

@@ -17,7 +17,8 @@ from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_rang
 _WIDEST_SWEEP = 129
 """Largest window whose keys fit the ring of the sweep kernels."""
 
-_FIRST_JAX = (0, 11)
+_JAX = (0, 11)
+"""Mosaic GPU's interface changes with each minor version."""
 
 
 def unsupported(
@@ -28,8 +29,8 @@ def unsupported(
     device = jax.devices()[0]
     if "cuda" not in device.client.platform_version or device.compute_capability != "9.0":
         return f"it needs a Hopper GPU, and the device is {device.device_kind}"
-    if jax.__version_info__[:2] < _FIRST_JAX:
-        return f"it needs JAX {'.'.join(map(str, _FIRST_JAX))} or later, and this is {jax.__version__}"
+    if jax.__version_info__[:2] != _JAX:
+        return f"it needs JAX {'.'.join(map(str, _JAX))}, and this is {jax.__version__}"
     if k.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it needs bfloat16 or float16, and the inputs are {k.dtype}"
     if k.shape[-1] not in (64, 128):

@@ -184,7 +184,7 @@ def test_auto_takes_the_kernels_on_a_tpu(monkeypatch, caplog):
         ("9.0", (0, 12, 0), 128, jnp.float16, None),
         ("8.0", (0, 11, 2), 64, jnp.bfloat16, "it needs a Hopper GPU, and the device is NVIDIA X"),
         ("10.0", (0, 11, 2), 64, jnp.bfloat16, "it needs a Hopper GPU, and the device is NVIDIA X"),
-        ("9.0", (0, 10, 2), 64, jnp.bfloat16, "it needs JAX 0.11 or later, and this is 0.10.2"),
+        ("9.0", (0, 10, 2), 64, jnp.bfloat16, "it needs JAX 0.11, and this is 0.10.2"),
         ("9.0", (0, 11, 2), 64, jnp.float32, "it needs bfloat16 or float16, and the inputs are float32"),
         ("9.0", (0, 11, 2), 96, jnp.bfloat16, "it needs a head size of 64 or 128, and it is 96"),
     ],
