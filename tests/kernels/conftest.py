@@ -10,7 +10,7 @@ from pallas_kernels.dual_stream_attention import tpu
 
 
 @pytest.fixture(autouse=True)
-def interpreter(request, monkeypatch):
+def dual_stream_interpreter(request, monkeypatch):
     """Lets a test with impl="tpu" run on a CPU: Pallas interprets the kernels, and the backend refuses nothing.
 
     Compilation takes nearly all the time of such a test, hence without optimisations.

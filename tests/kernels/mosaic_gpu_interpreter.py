@@ -1,6 +1,6 @@
 """What JAX 0.11's interpreter of Mosaic GPU kernels lacks and the Hopper kernels need; for tests alone.
 
-* `wgmma` with its first operand in registers, `pl.run_state`, and `copy_smem_to_gmem(..., reduction_op="add")`.
+* `wgmma` with its first operand in registers, and `pl.run_state`.
 * Matrix products are asynchronous: they read shared memory until a wait covers them (`wgmma_wait`,
   `wgmma_accumulator_load`, the end of `run_state`). JAX's own interpreter neither checks their operands for races nor
   knows the waits, so that a stage that is handed back too early goes unseen.
@@ -10,7 +10,6 @@ It reaches into private modules of JAX, hence the check of its version. Drop a p
 "TODO" in `jax/_src/pallas/mosaic_gpu/interpret` name what is missing), and the module with the last of them.
 """
 
-import threading
 from collections import defaultdict, deque
 from contextlib import contextmanager
 from functools import partial
@@ -33,8 +32,6 @@ gpu_callbacks, jaxpr_interpret, interpret_params, shared_memory = (
 
 _ASYNCHRONOUS_THREADS = 61
 """Positions in the vector clocks that asynchronous operations take in turn; two that share one may hide a race."""
-
-_add_lock = threading.Lock()
 
 
 @contextmanager
@@ -59,7 +56,6 @@ def interpreted():
     with (
         mock.patch.object(shared_memory, "GPUSharedMemory", _Memory),
         mock.patch.object(gpu_callbacks, "GPURaceDetectionState", race_detection_state),
-        mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", partial(_copy, gpu_callbacks.copy_smem_to_gmem)),
         mock.patch.object(interpreter, "interpret", _with_our_primitives(interpreter.interpret)),
         mock.patch.object(interpreter, "_interpret_run_scoped_p", _dispatch(interpreter._interpret_run_scoped_p)),
         mock.patch.object(interpreter, "_interpret_wgmma_ref_p", _interpret_wgmma),
@@ -232,38 +228,3 @@ def _accumulator_load(*, token, mesh_location, thread, acc_allocation_key_as_arr
     if any(key == other for other, _ in memory.products[thread]):
         raise ValueError(f"an accumulator is read while a product that adds to it is in flight (wait_n={wait_n})")
     return token, memory.get_buffer_content(key, access, thread)[0]
-
-
-@gpu_callbacks.fail_on_exception
-def _add_to_gmem(*, token, thread, source, destination, source_info):
-    """Atomic addition: its reads of shared memory can race, its sums cannot."""
-    memory = gpu_callbacks._get_shared_memory()
-    clock = memory.incr_clock(thread)
-    clock.inc(memory.get_next_tma_thread_id())
-    gpu_callbacks.get_races().check_read(thread, clock.async_smem_clock.copy(), *source, source_info)
-    value = memory.get_buffer_content(*source, thread)[0]
-    with _add_lock:
-        total = memory.get_buffer_content(*destination, thread)[0]
-        assert total is not None
-        assert total.shape == value.shape, "additions are not clipped at the end of an array"
-        memory.store_buffer_content(*destination, total + value, thread)
-    memory.add_copy_smem_to_gmem_clocks(thread, clock, clock.copy())
-    return token
-
-
-def _copy(original, *, reduction_op, src_allocation_key_as_array, src_transforms, **kwargs):
-    if reduction_op != "add" or kwargs["predicate"] is not None:
-        return original(
-            reduction_op=reduction_op,
-            src_allocation_key_as_array=src_allocation_key_as_array,
-            src_transforms=src_transforms,
-            **kwargs,
-        )
-    memory = gpu_callbacks._get_shared_memory()
-    return _add_to_gmem(
-        token=kwargs["token"],
-        thread=kwargs["thread"],
-        source=_locate(memory, (src_allocation_key_as_array, src_transforms)),
-        destination=_locate(memory, (kwargs["dst_allocation_key_as_array"], kwargs["dst_transforms"])),
-        source_info=kwargs["source_info"],
-    )

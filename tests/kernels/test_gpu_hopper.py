@@ -39,8 +39,8 @@ CASES = {
 }
 
 
-def _attention(case, **kwargs):
-    return partial(dual_stream_attention, impl="hopper", **case.mask, **kwargs)
+def _attention(case):
+    return partial(dual_stream_attention, impl="hopper", **case.mask)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,6 @@ def _attention(case, **kwargs):
 def test_numerics_rule_and_blind_rows(name, dtype):
     found = assert_numerics(_attention(CASES[name]), CASES[name], dtype)
     assert_blind_rows_are_zero(found, CASES[name])
-
-
-@pytest.mark.parametrize("name", ["packed, padded", "window beyond T, output window"])
-def test_numerics_rule_for_sums_in_any_order(name):
-    assert_numerics(_attention(CASES[name], deterministic=False), CASES[name])
 
 
 def test_calls_repeat_to_the_bit_on_memory_full_of_nan():
