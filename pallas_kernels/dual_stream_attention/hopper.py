@@ -6,6 +6,7 @@ and values, which sums over the streams. All sums are float32 and in a fixed ord
 
 import contextlib
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ def attention(
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
     tiles = tuple(_tiles(stream, k.shape[1], segment_ids) for stream in streams)
     sweeps = tuple(_sweep_window(stream) for stream in streams)
-    outputs = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), tiles, scale, sweeps)
+    outputs: Any = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), tiles, scale, sweeps)
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 
 

@@ -21,10 +21,12 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     ROW,
     TILE,
     TRANSFORMS,
+    Accumulator,
     across,
     down,
     drain,
     fill_stage,
+    load,
     mask_keys,
     zeros,
 )
@@ -100,9 +102,9 @@ def _query_kernel(
         q_tile, out_tile, d_out_tile = (x.at[warpgroup] for x in row_smem)
         for ref, smem in ((q_ref, q_tile), (out_ref, out_tile), (d_out_ref, d_out_tile)):
             plgpu.copy_gmem_to_smem(ref.at[batch, rows, head], smem, row_ready.at[warpgroup])
-        start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
-        end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
-        lse = plgpu.load(lse_ref.at[batch, head, rows], layout=ROW, optimized=False)
+        start = load(start_ref.at[range_batch, rows], ROW, optimized=False)
+        end = load(end_ref.at[range_batch, rows], ROW, optimized=False)
+        lse = load(lse_ref.at[batch, head, rows], ROW, optimized=False)
         whole_first, whole_last = whole_ref[range_batch, row_tile, 0], whole_ref[range_batch, row_tile, 1]
         plgpu.barrier_wait(row_ready.at[warpgroup])
         delta = row_sums(out_tile, d_out_tile)
@@ -122,7 +124,7 @@ def _query_kernel(
             def weighted_keys(dq_ref):
                 plgpu.wgmma(dq_ref, d_scores, k_smem.at[slot])
 
-            dq = pl.run_state(weighted_keys)(plgpu.ACC.init(dq))
+            dq = pl.run_state(weighted_keys)(Accumulator.init(dq))
             plgpu.barrier_arrive(kv_free[0].at[slot])
             return dq
 
@@ -151,7 +153,7 @@ def _query_kernel(
 
 def row_sums(out_tile, d_out_tile) -> jax.Array:
     """Row sums of output times its gradient, float32, from shared memory."""
-    out, d_out = (plgpu.load(x, layout=TILE).astype(jnp.float32) for x in (out_tile, d_out_tile))
+    out, d_out = (load(x, TILE).astype(jnp.float32) for x in (out_tile, d_out_tile))
     return (out * d_out).sum(axis=1)
 
 
@@ -166,7 +168,7 @@ def score_gradient(q_tile, d_out_tile, k_tile, v_tile, lse, delta, is_whole, mas
         weights = jnp.exp2(s * (scale * LOG2_E) - down(lse, s.shape))
         return weights * (d_weights_ref[...] - down(delta, s.shape))
 
-    accumulator = plgpu.ACC((q_tile.shape[0], k_tile.shape[0]), jnp.float32)
+    accumulator = Accumulator((q_tile.shape[0], k_tile.shape[0]), jnp.float32)
     return pl.run_scoped(probabilities, accumulator, accumulator).astype(q_tile.dtype)
 
 
@@ -256,8 +258,8 @@ def _key_kernel(
             plgpu.barrier_wait(row_ready[1].at[slot])
 
             def mask(s):
-                start = plgpu.load(start_ref.at[range_batch, rows], layout=COLUMN, optimized=False)
-                end = plgpu.load(end_ref.at[range_batch, rows], layout=COLUMN, optimized=False)
+                start = load(start_ref.at[range_batch, rows], COLUMN, optimized=False)
+                end = load(end_ref.at[range_batch, rows], COLUMN, optimized=False)
                 return mask_keys(s, start, end, first_key, keys_axis=0)
 
             def accumulate(refs):
@@ -266,22 +268,22 @@ def _key_kernel(
                 def transposed(scores_ref, d_weights_ref):
                     plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
                     plgpu.wgmma(d_weights_ref, v_tile, d_out_tile.transpose((1, 0)))
-                    lse = plgpu.load(lse_smem.at[slot], layout=COLUMN)
+                    lse = load(lse_smem.at[slot], COLUMN)
                     s = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
                     s = lax.cond(is_whole, lambda s: s, mask, s)
                     weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
                     plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
-                    delta = plgpu.load(delta_smem.at[slot], layout=COLUMN)
+                    delta = load(delta_smem.at[slot], COLUMN)
                     # The copies that refill the stage must come after these reads of it.
                     plgpu.commit_smem()
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
                     d_scores = weights * (d_weights - across(delta, s.shape))
                     plgpu.wgmma(dk_ref, d_scores.astype(k_tile.dtype), q_tile)
 
-                pl.run_scoped(transposed, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2)
+                pl.run_scoped(transposed, *[Accumulator((ROWS, ROWS), jnp.float32)] * 2)
 
             def add(carry):
-                return tuple(pl.run_state(accumulate)(tuple(plgpu.ACC.init(x) for x in carry)))
+                return tuple(pl.run_state(accumulate)(tuple(Accumulator.init(x) for x in carry)))
 
             carry = lax.cond(is_seen, add, lambda carry: carry, carry)
             plgpu.barrier_arrive(row_free[0].at[slot])

@@ -21,10 +21,12 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     ROW,
     TILE,
     TRANSFORMS,
+    Accumulator,
     down,
     drain,
     fill_stage,
     for_tile_pair,
+    load,
     mask_keys,
     zeros,
 )
@@ -105,8 +107,8 @@ def _kernel(
             first_block, num_blocks = key_blocks(tile)
             row_tile = tile * _WARPGROUPS + warpgroup
             rows = pl.ds(row_tile * ROWS, ROWS)
-            start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
-            end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
+            start = load(start_ref.at[range_batch, rows], ROW, optimized=False)
+            end = load(end_ref.at[range_batch, rows], ROW, optimized=False)
             whole_first, whole_last = whole_ref[range_batch, row_tile, 0], whole_ref[range_batch, row_tile, 1]
             plgpu.barrier_wait(q_ready.at[warpgroup])
 
@@ -121,7 +123,7 @@ def _kernel(
                     take_turn()
                     return scores_ref[...]
 
-                s = pl.run_scoped(scores, plgpu.ACC((ROWS, block), jnp.float32))
+                s = pl.run_scoped(scores, Accumulator((ROWS, block), jnp.float32))
                 plgpu.barrier_arrive(k_free.at[slot])
                 is_whole = (first_key >= whole_first) & (first_key + block <= whole_last)
                 s = lax.cond(is_whole, lambda s: s, lambda s: mask_keys(s, start, end, first_key), s)
@@ -139,7 +141,7 @@ def _kernel(
                 def weighted_values(acc_ref):
                     plgpu.wgmma(acc_ref, weights, v_smem.at[slot])
 
-                acc = pl.run_state(weighted_values)(plgpu.ACC.init(acc))
+                acc = pl.run_state(weighted_values)(Accumulator.init(acc))
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, new_max, row_sum
 

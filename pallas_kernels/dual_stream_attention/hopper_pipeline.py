@@ -23,16 +23,25 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Registers of a matrix product's result, of one value for each of its rows, and of one for each column."""
 
-TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 """How 16-bit operands of matrix products lie in shared memory."""
 
 
-def down(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+Accumulator = plgpu.WGMMAAccumulatorRef
+"""Registers that matrix products add to while they are under way."""
+
+
+def load(ref, layout, *, optimized: bool = True) -> jax.Array:
+    """Loads from shared or, with optimized=False, from global memory into registers."""
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # pyright: ignore[reportCallIssue]  (JAX 0.10 differs)
+
+
+def down(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A value for each row, repeated along the row."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def across(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def across(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A value for each column, repeated down the column."""
     return lax.broadcast_in_dim(x, shape, [1])
 

@@ -22,9 +22,11 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     ROW,
     TILE,
     TRANSFORMS,
+    Accumulator,
     down,
     drain,
     fill_stage,
+    load,
     mask_keys,
     zeros,
 )
@@ -121,7 +123,7 @@ def _forward_kernel(
                     plgpu.wgmma(ref, q_tile, k_smem.at[slot].transpose((1, 0)))
                 return [ref[...] for ref in refs]
 
-            s = pl.run_scoped(scores, *[plgpu.ACC((ROWS, ROWS), jnp.float32)] * (halo + 1))
+            s = pl.run_scoped(scores, *[Accumulator((ROWS, ROWS), jnp.float32)] * (halo + 1))
             plgpu.barrier_arrive(q_free.at[warpgroup])
             blocks = [first_tile + at - halo + j for j in range(halo + 1)]
             s = [
@@ -139,7 +141,7 @@ def _forward_kernel(
                     plgpu.wgmma(acc_ref, x, v_smem.at[slot])
                 return acc_ref[...]
 
-            acc = pl.run_scoped(weighted_values, plgpu.ACC(q_tile.shape, jnp.float32))
+            acc = pl.run_scoped(weighted_values, Accumulator(q_tile.shape, jnp.float32))
             _release(kv_free, at, slots, chunk)
             blind = row_sum == 0.0
             row_sum = jnp.where(blind, 1.0, row_sum)
@@ -238,7 +240,7 @@ def _query_kernel(
         def _tile(i):
             at = i * _WARPGROUPS + warpgroup
             rows, is_whole, mask = _row_tile(first_tile + at, range_batch, start_ref, end_ref, whole_ref)
-            lse = plgpu.load(lse_ref.at[batch, head, rows], layout=ROW, optimized=False)
+            lse = load(lse_ref.at[batch, head, rows], ROW, optimized=False)
             slots = [lax.rem(at + j, jnp.int32(stages)) for j in range(halo + 1)]
             plgpu.barrier_wait(row_ready.at[warpgroup])
             delta = row_sums(out_tile, d_out_tile)
@@ -254,7 +256,7 @@ def _query_kernel(
                 def weighted_keys(dq_ref, slot=slot, d_scores=d_scores):
                     plgpu.wgmma(dq_ref, d_scores, k_smem.at[slot])
 
-                dq = pl.run_state(weighted_keys)(plgpu.ACC.init(dq))
+                dq = pl.run_state(weighted_keys)(Accumulator.init(dq))
             _release(kv_free, at, slots, chunk)
             out_tile[...] = (dq * scale).astype(out_tile.dtype)
             delta_tile[...] = delta
@@ -292,8 +294,8 @@ def _query_kernel(
 def _row_tile(tile, range_batch, start_ref, end_ref, whole_ref):
     """Rows of a tile; is_whole(block): all of them see the whole block of 64 keys; mask(scores, block) of a block."""
     rows = pl.ds(tile * ROWS, ROWS)
-    start = plgpu.load(start_ref.at[range_batch, rows], layout=ROW, optimized=False)
-    end = plgpu.load(end_ref.at[range_batch, rows], layout=ROW, optimized=False)
+    start = load(start_ref.at[range_batch, rows], ROW, optimized=False)
+    end = load(end_ref.at[range_batch, rows], ROW, optimized=False)
     whole_first, whole_last = whole_ref[range_batch, tile, 0], whole_ref[range_batch, tile, 1]
 
     def is_whole(block):

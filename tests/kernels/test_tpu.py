@@ -115,7 +115,7 @@ def test_visits_are_the_blocks_that_hold_a_visible_pair():
         start[blind] = end[blind] = 0
         keys = np.arange(32)
         dense = (start[..., None] <= keys) & (keys < end[..., None])
-        sees = dense.reshape(2, 6, 4, 4, 8).any(axis=(2, 4))
+        sees = np.asarray(dense.reshape(2, 6, 4, 4, 8).any(axis=(2, 4)))
         visits = tpu_tiles.key_blocks(jnp.asarray(start), jnp.asarray(end), 4, 8)
         for found, seen in ((visits, sees), (tpu_tiles.query_blocks(visits, 4), sees.swapaxes(1, 2))):
             first, stop = np.asarray(found.first)[..., None], np.asarray(found.end)[..., None]
