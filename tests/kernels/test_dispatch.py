@@ -181,7 +181,8 @@ def test_auto_takes_the_kernels_on_a_tpu(monkeypatch, caplog):
     ("capability", "version", "head_size", "dtype", "reason"),
     [
         ("9.0", (0, 11, 2), 64, jnp.bfloat16, None),
-        ("9.0", (0, 12, 0), 128, jnp.float16, None),
+        ("9.0", (0, 11, 0), 128, jnp.float16, None),
+        ("9.0", (0, 12, 0), 64, jnp.bfloat16, "it needs JAX 0.11, and this is 0.12.0"),
         ("8.0", (0, 11, 2), 64, jnp.bfloat16, "it needs a Hopper GPU, and the device is NVIDIA X"),
         ("10.0", (0, 11, 2), 64, jnp.bfloat16, "it needs a Hopper GPU, and the device is NVIDIA X"),
         ("9.0", (0, 10, 2), 64, jnp.bfloat16, "it needs JAX 0.11, and this is 0.10.2"),
