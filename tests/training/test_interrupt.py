@@ -37,6 +37,15 @@ def test_repeated_signals_are_one_request(capfd):
     assert capfd.readouterr().err.count(NOTICE) == 1
 
 
+@pytest.fixture
+def _interrupts_raise():
+    """Python's own handler, which it leaves out where its parent ignores SIGINT, as a shell's background jobs do."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupts_raise")
 def test_third_interrupt_acts_as_before():
     with StopSignal() as stop:
         signal.raise_signal(signal.SIGINT)
