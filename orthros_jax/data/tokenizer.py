@@ -112,21 +112,16 @@ class FileTokenizer:
         self.vocab_size = max(self.vocabulary.values(), default=-1) + 1
         self.bos_id = bos_id
         self.eos_id = eos_id
-        self._encode_ascii = WordEncoder(self._encode) if cuts_like_gpt2(content) else None
+        self._encode = WordEncoder(self._library_ids) if cuts_like_gpt2(content) else self._library_ids
 
     def __reduce__(self):
         # The backend's own pickle forgets encode_special_tokens.
         return FileTokenizer, (self.content, self.name, self.bos_id, self.eos_id)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        ascii_texts = [i for i, text in enumerate(texts) if self._encode_ascii and text.isascii()]
-        others = sorted(set(range(len(texts))) - set(ascii_texts))
-        ids = dict(zip(others, self._encode([clean_text(texts[i]) for i in others]), strict=True))
-        if self._encode_ascii:
-            ids.update(zip(ascii_texts, self._encode_ascii([texts[i] for i in ascii_texts]), strict=True))
-        return [np.asarray(ids[i], np.uint32) for i in range(len(texts))]
+        return [np.asarray(ids, np.uint32) for ids in self._encode([clean_text(text) for text in texts])]
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _library_ids(self, texts: list[str]) -> list[list[int]]:
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception

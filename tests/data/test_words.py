@@ -41,7 +41,8 @@ def test_every_triple_of_kinds_of_characters(trained):
 
 def test_random_text_special_tokens_and_other_scripts_in_one_batch(trained):
     draw = random.Random(0)
-    pieces = ["the", " cat", "'ll", "'", " ", "  ", "\n\n", "<|eos|>", "99", "é", "日本", "_", "\ud800", "x" * 50]
+    pieces = ["the", " cat", "'ll", "'", " ", "  ", "\n\n", "<|eos|>", "99", "_", "x" * 50, "\n", "\x1c"]
+    pieces += ["é", "日本", "\ud800", "\u00a0", "\u3000\n", "\x85"]
     texts = ["".join(draw.choices(pieces, k=draw.randrange(30))) for _ in range(300)]
     ids = FileTokenizer(trained, "t", 0, 1).encode_batch(texts)
     assert all(i.dtype == np.uint32 for i in ids)
