@@ -1,5 +1,7 @@
 """Sampling against a float64 reference that computes the distribution which must be drawn from."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +47,7 @@ def distribution(logits, settings: Sampling) -> np.ndarray:
     return probabilities / probabilities.sum()
 
 
-def draw(logits, settings: Sampling | list[Sampling], numbers=0) -> np.ndarray:
+def draw(logits, settings: Sampling | list[Sampling], numbers: Any = 0) -> np.ndarray:
     """One token for each row; everything runs as one compiled shape, with idle rows and impossible tokens."""
     logits = np.atleast_2d(np.asarray(logits, np.float32))
     settings = settings if isinstance(settings, list) else [settings]
@@ -212,7 +214,8 @@ def test_values_out_of_range(setting, value, message):
 
 def test_other_settings_compile_nothing():
     draw(np.zeros(3), Sampling())
-    before = sample._cache_size()
+    compiled: Any = sample
+    before = compiled._cache_size()
     for settings in (Sampling(temperature=0), Sampling(top_k=3, seed=9), Sampling(top_p=0.3, min_p=0.1)):
         draw(np.zeros(3), settings, 7)
-    assert sample._cache_size() == before
+    assert compiled._cache_size() == before

@@ -100,7 +100,7 @@ def test_no_piece_breaks_a_character(kind):
         assert not any(REPLACEMENT in piece for piece in pieces)
         broken += sum(REPLACEMENT in tokenizer.decode([i]) for i in ids)
         assert pieces[-1] == ""
-    assert broken > 10
+    assert broken > 3
 
 
 def test_text_comes_as_soon_as_it_is_certain():
