@@ -5,12 +5,17 @@ from pallas_kernels.dual_stream_attention.api import (
     dual_stream_attention,
     sliding_window_attention,
 )
-from pallas_kernels.paired_decode_attention.api import decode_attention, paired_decode_attention
+from pallas_kernels.paired_decode_attention.api import (
+    decode_attention,
+    paired_decode_attention,
+    sharded_decode_attention,
+)
 
 __all__ = [
     "cross_attention",
     "decode_attention",
     "dual_stream_attention",
     "paired_decode_attention",
+    "sharded_decode_attention",
     "sliding_window_attention",
 ]
