@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orthros_jax.config import Config, ConfigError, MeshConfig
+from orthros_jax.config import Config, ConfigError, MeshConfig, ModelConfig
 
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -81,7 +81,16 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
             f"{batch} is not a multiple of {shards} batch shards (mesh.data x mesh.fsdp) x "
             f"{config.training.accumulation} accumulation steps; the nearest that work: {nearest}",
         )
-    model, tensor, fsdp = config.model, mesh.shape["tensor"], mesh.shape["fsdp"]
+    check_model_divisible(config.model, mesh)
+
+
+def check_model_divisible(model: ModelConfig, mesh: Mesh) -> None:
+    """Refuses a model that the mesh does not cut into equal parts.
+
+    Raises:
+      ConfigError: names both numbers.
+    """
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
     for key, axis, size in (
         ("num_heads", "tensor", tensor),
         ("num_kv_heads", "tensor", tensor),

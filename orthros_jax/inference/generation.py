@@ -31,7 +31,7 @@ class Request:
 
     prompt: Sequence[int]
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling
     stop: tuple[str, ...] = ()
 
 

@@ -8,11 +8,16 @@ import numpy as np
 
 from orthros_jax.inference.cache import Cache, CacheFullError
 
+# One size for most tests: sampling compiles for each. The model has more entries than the tokenizer.
+BATCH_SIZE, VOCAB_SIZE = 7, 300
+
 
 class ScriptedEngine:
     """Scores of a sequence's next token are `scores(ids so far)`, [V]; it counts steps and guards the capacity."""
 
-    def __init__(self, scores: Callable[[list[int]], Sequence[float]], batch_size: int = 1, capacity: int = 64):
+    def __init__(
+        self, scores: Callable[[list[int]], Sequence[float]], batch_size: int = BATCH_SIZE, capacity: int = 64
+    ):
         self.batch_size, self.capacity, self.steps = batch_size, capacity, 0
         self._scores = scores
         self._sequences: list[list[int]] = []
@@ -38,7 +43,9 @@ class ScriptedEngine:
         return jnp.asarray(np.array([self._scores(sequence) for sequence in self._sequences], np.float32))
 
 
-def continuing(continuations: dict[str, str | list[int]], vocab_size: int = 258) -> Callable[[list[int]], np.ndarray]:
+def continuing(
+    continuations: dict[str, str | list[int]], vocab_size: int = VOCAB_SIZE
+) -> Callable[[list[int]], np.ndarray]:
     """Scores of a byte model that continues each prompt as told, and anything else with zeros."""
     known = {
         tuple(prompt.encode()): list(text.encode()) if isinstance(text, str) else text

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from scripted import ScriptedEngine, continuing
+from scripted import VOCAB_SIZE, ScriptedEngine, continuing
 
 from orthros_jax.data.tokenizer import ByteTokenizer
 from orthros_jax.errors import UserError
@@ -39,7 +39,7 @@ def run(engine: ScriptedEngine, *requests: Request, stop_ids=(EOS,)):
 def test_rows_finish_each_for_its_own_reason():
     """A stop token, a stop string, the limit of tokens; finished rows say no more."""
     texts = {"ab": [*b"one", EOS, *b"never"], "c": "two.\n\nnever", "def": "three and more"}
-    engine = ScriptedEngine(continuing(texts), batch_size=4)
+    engine = ScriptedEngine(continuing(texts))
     completions, streams = run(
         engine, request("ab"), request("c", stop=("\n\n", "zzz")), request("def", max_tokens=5, stop=("eX",))
     )
@@ -55,7 +55,7 @@ def test_rows_finish_each_for_its_own_reason():
 
 
 def test_several_stop_tokens():
-    engine = ScriptedEngine(continuing({"a": [5, 7, 9], "b": [5, 6, 3, 9]}), batch_size=2)
+    engine = ScriptedEngine(continuing({"a": [5, 7, 9], "b": [5, 6, 3, 9]}))
     (a, b), _ = run(engine, request("a"), request("b"), stop_ids={3, 7})
     assert (a.tokens, b.tokens) == ([5, 7], [5, 6, 3])
 
@@ -81,7 +81,12 @@ def test_text_held_back_at_a_stop_token_is_not_lost():
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "drawn", "reason"),
-    [("a" * 12, 10, 5, "capacity"), ("a" * 12, 5, 5, "length"), ("a" * 16, 1, 1, "length"), ("a" * 16, 9, 1, "capacity")],
+    [
+        ("a" * 12, 10, 5, "capacity"),
+        ("a" * 12, 5, 5, "length"),
+        ("a" * 16, 1, 1, "length"),
+        ("a" * 16, 9, 1, "capacity"),
+    ],
 )
 def test_a_full_cache_ends_a_sequence(prompt, max_tokens, drawn, reason):
     """A cache of 16 tokens; the last token drawn needs no place in it."""
@@ -93,7 +98,7 @@ def test_a_full_cache_ends_a_sequence(prompt, max_tokens, drawn, reason):
 
 def test_a_full_cache_of_one_sequence_does_not_end_the_others():
     texts = {"a" * 15: "x" * 20, "b": "y" * 30, "c" * 9: [*b"zz", EOS]}
-    engine = ScriptedEngine(continuing(texts), batch_size=4, capacity=16)
+    engine = ScriptedEngine(continuing(texts), capacity=16)
     completions, _ = run(engine, *(request(prompt, 100) for prompt in texts))
     assert [(c.text, c.finish_reason) for c in completions] == [
         ("xx", "capacity"),
@@ -111,7 +116,7 @@ def test_a_full_cache_of_one_sequence_does_not_end_the_others():
     ],
 )
 def test_prompts_that_do_not_fit(length, message):
-    engine = ScriptedEngine(continuing({}), batch_size=2, capacity=16)
+    engine = ScriptedEngine(continuing({}), capacity=16)
     with pytest.raises(UserError) as error:
         run(engine, request("fits"), request("a" * length))
     assert str(error.value) == message
@@ -119,7 +124,7 @@ def test_prompts_that_do_not_fit(length, message):
 
 def hashed(ids: list[int]) -> np.ndarray:
     """Scores that depend on every id so far."""
-    return np.random.default_rng(ids).normal(size=300)
+    return np.random.default_rng(ids).normal(size=VOCAB_SIZE)
 
 
 def test_a_completion_does_not_depend_on_its_batch():
@@ -130,12 +135,12 @@ def test_a_completion_does_not_depend_on_its_batch():
         request("g", 9),
         request("same", 30, sampling=Sampling(seed=1)),
     ]
-    alone = [run(ScriptedEngine(hashed), r, stop_ids=())[0][0] for r in requests]
+    alone = [run(ScriptedEngine(hashed, batch_size=1), r, stop_ids=())[0][0] for r in requests]
     assert all(len(c.tokens) == r.max_tokens for c, r in zip(alone, requests, strict=True))
     assert max(max(c.tokens) for c in alone) < BYTES.vocab_size
-    together, _ = run(ScriptedEngine(hashed, batch_size=5), *requests, stop_ids=())
+    together, _ = run(ScriptedEngine(hashed), *requests, stop_ids=())
     assert together == alone
-    reversed_order, _ = run(ScriptedEngine(hashed, batch_size=7), *reversed(requests), stop_ids=())
+    reversed_order, _ = run(ScriptedEngine(hashed), *reversed(requests), stop_ids=())
     assert reversed_order[::-1] == alone
     assert alone[0].tokens != alone[1].tokens
     assert alone[4].tokens[:8] == alone[0].tokens
@@ -143,10 +148,10 @@ def test_a_completion_does_not_depend_on_its_batch():
 
 def test_scores_that_are_not_finite():
     def scores(ids):
-        return np.full(258, np.nan) if len(ids) == 4 else np.zeros(258)
+        return np.full(VOCAB_SIZE, np.nan) if len(ids) == 4 else np.zeros(VOCAB_SIZE)
 
     with pytest.raises(UserError) as error:
-        run(ScriptedEngine(scores, batch_size=2), request("ab"), request("c"))
+        run(ScriptedEngine(scores), request("ab"), request("c"))
     assert str(error.value) == (
         "the model's scores are not finite: its weights are damaged, or too large for the compute or cache type"
     )
@@ -156,7 +161,7 @@ def test_idle_rows_may_hold_anything():
     """Scores of a row without a request are not looked at."""
 
     def scores(ids):
-        return np.full(258, np.nan) if ids[0] == 0 else np.zeros(258)
+        return np.full(VOCAB_SIZE, np.nan) if ids[0] == 0 else np.zeros(VOCAB_SIZE)
 
-    (completion,), _ = run(ScriptedEngine(scores, batch_size=3), request("a", max_tokens=3))
+    (completion,), _ = run(ScriptedEngine(scores), request("a", max_tokens=3))
     assert completion.tokens == [0, 0, 0]
