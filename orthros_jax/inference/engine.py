@@ -83,7 +83,7 @@ class Engine:
         )
         self._output = jax.jit(partial(programs.prefill_output, **static))
         self._decode = jax.jit(partial(programs.decode_token, **static), donate_argnames=("caches",))
-        self._allocate = jax.jit(self._empty_caches, out_shardings=self._sharding(cache_spec(self._layout)))
+        self._allocate = jax.jit(self._empty_caches, out_shardings=self._sharding((cache_spec(self._layout),) * config.num_layers))
         self._start = jax.jit(self._empty_carry, out_shardings=self._sharding((rows_spec(self._layout), P(BATCH_AXES))))
 
     def prefill(
