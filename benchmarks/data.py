@@ -2,7 +2,7 @@
 
 A BPE of 32,000 entries is trained on the Python standard library. `source code` encodes that corpus, `prose`
 its English: docstrings and the language reference that pydoc ships. `prepare` is `source code` from
-parquet to shards, split and all. `read` takes shuffled batches of 8 windows of 2049 tokens through the
+parquet to shards, split and all. `read` takes shuffled batches of 64 windows of 2049 tokens through the
 loader. Each number is the median of several runs. The machine may be shared, so the load average and the rate
 per second of processor time are recorded too.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 32_000
-BATCH, LENGTH = 8, 2048
+BATCH, LENGTH = 64, 2048
 TARGETS = {"prose": 1.5e6, "source code": 1.5e6, "read": 30e6}
 
 
@@ -85,7 +85,7 @@ def measure(folder: Path, repeats: int) -> dict[str, list[Rate]]:
         return sum(counts)
 
     def read() -> int:
-        return sum(next(batches)["tokens"].size for _ in range(1000))
+        return sum(next(batches)["tokens"].size for _ in range(200))
 
     read()
     runs = {
