@@ -21,7 +21,15 @@ ALLOWED = {
         "orthros_jax.data",
         "orthros_jax.inference",
     },
-    "orthros_jax.inference": {*MODEL, "orthros_jax.config_reader", "pallas_kernels"},
+    # Checkpoints know nothing of training.
+    "orthros_jax.training.checkpoint": {"orthros_jax.errors"},
+    "orthros_jax.inference": {
+        *MODEL,
+        "orthros_jax.config_reader",
+        "orthros_jax.data",
+        "orthros_jax.training.checkpoint",
+        "pallas_kernels",
+    },
     "orthros_jax.convert": {*MODEL, "orthros_jax.config_reader", "orthros_jax.inference"},
     "orthros_jax.evaluation": {
         *MODEL,

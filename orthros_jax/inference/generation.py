@@ -10,7 +10,7 @@ import numpy as np
 
 from orthros_jax.data.tokenizer import Tokenizer
 from orthros_jax.errors import UserError
-from orthros_jax.inference.cache import Cache
+from orthros_jax.inference.cache import Cache, CacheFullError
 from orthros_jax.inference.engine import Engine
 from orthros_jax.inference.sampling import Sampling, sample, stack_settings
 from orthros_jax.inference.text import TextStream
@@ -65,16 +65,17 @@ class Timing:
     tokens: int
 
 
-def check_capacity(prompt_tokens: int, capacity: int) -> None:
-    """Refuses a prompt that a cache of so many tokens cannot hold.
+def check_prompt(tokens: int, capacity: int) -> None:
+    """Refuses a prompt of so many tokens that a cache cannot hold.
 
     Raises:
-      UserError: it is empty or too long.
+      UserError: it is empty.
+      CacheFullError: it is too long.
     """
-    if not prompt_tokens:
+    if not tokens:
         raise UserError("the prompt is empty; give at least one character")
-    if prompt_tokens > capacity:
-        raise UserError(f"the prompt has {prompt_tokens:,} tokens, more than the {capacity:,} that the cache holds")
+    if tokens > capacity:
+        raise CacheFullError(tokens, capacity)
 
 
 def generate(
@@ -98,7 +99,8 @@ def generate(
       on_text: called with the index of a request and the next piece of its text as soon as that is certain.
 
     Raises:
-      UserError: a prompt is empty or longer than the cache, or the model's scores are not finite.
+      UserError: a prompt is empty, or the model's scores are not finite.
+      CacheFullError: a prompt is longer than the cache.
     """
     started = time.perf_counter()
     rows = [_Row(request, engine.capacity, tokenizer, stop_ids) for request in requests]
@@ -133,7 +135,7 @@ class _Row:
     """One sequence of the batch."""
 
     def __init__(self, request: Request, capacity: int, tokenizer: Tokenizer, stop_ids: Collection[int]):
-        check_capacity(len(request.prompt), capacity)
+        check_prompt(len(request.prompt), capacity)
         self.prompt_tokens = len(request.prompt)
         self.finish_reason: FinishReason | None = None
         self._limit = min(request.max_tokens, capacity - self.prompt_tokens + 1)

@@ -1,6 +1,6 @@
 """An engine that follows a script, to test what is built on engines without a model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ class ScriptedEngine:
     """Scores of a sequence's next token are `scores(ids so far)`, [V]; it counts steps and guards the capacity."""
 
     def __init__(
-        self, scores: Callable[[list[int]], Sequence[float]], batch_size: int = BATCH_SIZE, capacity: int = 64
+        self, scores: Callable[[list[int]], np.ndarray], batch_size: int = BATCH_SIZE, capacity: int = 64
     ):
         self.batch_size, self.capacity, self.steps = batch_size, capacity, 0
         self._scores = scores

@@ -112,7 +112,11 @@ def test_a_full_cache_of_one_sequence_does_not_end_the_others():
     ("length", "message"),
     [
         (0, "the prompt is empty; give at least one character"),
-        (17, "the prompt has 17 tokens, more than the 16 that the cache holds"),
+        (
+            17,
+            "a sequence of 17 tokens does not fit the cache, whose capacity is 16 tokens (prompt and generated "
+            "together); make the cache larger, shorten the prompt or generate less",
+        ),
     ],
 )
 def test_prompts_that_do_not_fit(length, message):
