@@ -22,6 +22,7 @@ _RULES = {
     "ffn": "tensor",
     "model": "fsdp",
     "head": None,
+    "fused": None,
     "norm": None,
 }
 
@@ -33,9 +34,11 @@ _PARAMETER_AXES = {
     ("query_output", "kernel"): ("model", "heads", "head"),
     ("key", "kernel"): ("model", "heads", "head"),
     ("value", "kernel"): ("model", "heads", "head"),
+    ("query_key_value", "kernel"): ("model", "heads", "fused", "head"),
     ("output", "kernel"): ("heads", "head", "model"),
     ("gate", "kernel"): ("model", "ffn"),
     ("up", "kernel"): ("model", "ffn"),
+    ("gate_up", "kernel"): ("model", "fused", "ffn"),
     ("down", "kernel"): ("ffn", "model"),
     ("head", "kernel"): ("model", "vocab"),
     ("scale",): ("norm",),

@@ -1,6 +1,7 @@
 """Attention operations with several backends each; imports jax and numpy only."""
 
 from pallas_kernels.dual_stream_attention.api import (
+    cache_attention,
     cross_attention,
     dual_stream_attention,
     sliding_window_attention,
@@ -12,6 +13,7 @@ from pallas_kernels.paired_decode_attention.api import (
 )
 
 __all__ = [
+    "cache_attention",
     "cross_attention",
     "decode_attention",
     "dual_stream_attention",

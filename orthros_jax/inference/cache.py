@@ -168,13 +168,11 @@ def write_token(
     return LayerCache(new_k, new_v, cache.k_scale, cache.v_scale)
 
 
-def read_rows(cache: LayerCache, dtype) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of all slots, [B, S, K, H] in `dtype`."""
+def stored(cache: LayerCache, dtype) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B, K, S, H] of all slots in `dtype`."""
 
     def read(slots, scale):
-        if scale is not None:
-            slots = slots.astype(jnp.float32) * scale[..., None, None]
-        return slots.astype(dtype).swapaxes(1, 2)
+        return slots if scale is None else (slots.astype(jnp.float32) * scale[..., None, None]).astype(dtype)
 
     return read(cache.k, cache.k_scale), read(cache.v, cache.v_scale)
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from orthros_jax.config import ModelConfig
-from orthros_jax.inference.cache import CacheLayout, LayerCache, read_rows, write_chunk, write_token
+from orthros_jax.inference.cache import CacheLayout, LayerCache, stored, write_chunk, write_token
 from orthros_jax.model.attention import KINDS
 from orthros_jax.sharding import BATCH_AXES, on_each_device
 
@@ -120,8 +120,7 @@ def _full_attention(q, k, v, cache, start, config, *, is_first):
     if is_first:
         return pallas_kernels.cross_attention(q, k, v, impl=config.attention_impl)
     position = jnp.broadcast_to(start + jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
-    keys = read_rows(cache, q.dtype)
-    return pallas_kernels.cross_attention(q, *keys, out_index=position, impl=config.attention_impl)
+    return pallas_kernels.cache_attention(q, *stored(cache, q.dtype), position, impl=config.attention_impl)
 
 
 def _window_attention(q, k, v, halo, start, config, layout, *, is_first):

@@ -60,14 +60,14 @@ def prefill_chunk(
     rows = _take_last(x, state.rows, start, lengths) if doubled else state.rows
     caches, halos = list(state.caches), list(state.halos)
     for i, layer in enumerate(hidden):
-        h = layer.attention_norm(x)
-        q = layer.attention.query_rows("context", h, rope)
-        k, v = layer.attention.keys_and_values(h, rope)
+        q, k, v = layer.attention.project(layer.attention_norm(x))
+        q, k = layer.attention.specialise("context", q, rope), layer.attention.rotated_keys(k, rope)
         attended, caches[i], halos[i] = chunk_attention(q, k, v, caches[i], halos[i], start, lengths, **static)
         x = _feed_forward(layer, _constrain(x + layer.attention.output(attended), layout))
         x = _constrain(x, layout)
     last = model.last_layer
-    k, v = last.attention.keys_and_values(last.attention_norm(x), rope)
+    _, k, v = last.attention.project(last.attention_norm(x))
+    k = last.attention.rotated_keys(k, rope)
     _, caches[-1], _ = chunk_attention(None, k, v, caches[-1], None, start, lengths, **static)
     if not doubled:
         rows = _take_last(x, rows, start, lengths)
@@ -89,7 +89,7 @@ def prefill_output(
     x, rope = rows[:, None], rope_table(lengths[:, None] - 1, config)
     layers = [*(hidden if kind.doubled else ()), model.last_layer]
     for layer, cache in zip(layers, caches[-len(layers) :], strict=True):
-        q = layer.attention.query_rows("output", layer.attention_norm(x), rope)
+        q = layer.attention.specialise("output", _output_queries(layer, layer.attention_norm(x)), rope)
         attended, _ = token_attention(
             q, cache, lengths, windows=(kind.output_window,), written=None, config=config, layout=layout
         )
@@ -119,15 +119,21 @@ def decode_token(
     caches_out = list(caches)
     for i, layer in enumerate(hidden):
         h = layer.attention_norm(x)
-        written = layer.attention.keys_and_values(h[:, :1], rope)
+        q, k, v = layer.attention.project(h)
+        queries = [layer.attention.specialise("context", q[:, :1], rope)]
+        if kind.doubled:
+            separate = getattr(layer.attention, "query_output", None)
+            q_out = q[:, 1:] if separate is None else separate(h[:, 1:])
+            queries.append(layer.attention.specialise("output", q_out, rope))
+        written = layer.attention.rotated_keys(k[:, :1], rope), v[:, :1]
         attended, caches_out[i] = token_attention(
-            _token_queries(layer, h, rope), caches[i], step.lengths, windows=windows, written=written, **static
+            jnp.concatenate(queries, axis=1), caches[i], step.lengths, windows=windows, written=written, **static
         )
         x = _feed_forward(layer, x + layer.attention.output(attended))
     last = model.last_layer
-    h = last.attention_norm(x)
-    q = last.attention.query_rows("output", h[:, -1:], rope)
-    written = last.attention.keys_and_values(h[:, :1], rope)
+    q, k, v = last.attention.project(last.attention_norm(x))
+    q = last.attention.specialise("output", q[:, -1:], rope)
+    written = last.attention.rotated_keys(k[:, :1], rope), v[:, :1]
     attended, caches_out[-1] = token_attention(
         q, caches[-1], step.lengths, windows=(kind.output_window,), written=written, **static
     )
@@ -135,19 +141,10 @@ def decode_token(
     return tuple(caches_out), step.lengths, model.logits(model.final_norm(x[:, 0]))
 
 
-def _token_queries(layer: Layer, h: jax.Array, rope) -> jax.Array:
-    """Queries [B, R, N, H] of a token's context row and, in models of two streams, its output row."""
-    attention = layer.attention
-    if h.shape[1] == 1:
-        return attention.query_rows("context", h, rope)
-    names = ("context", "output")
-    if hasattr(attention, "query"):
-        # One product for both rows: decoding is bound by the bytes of the weights.
-        projected = attention.query(h)
-    else:
-        projected = jnp.concatenate([attention.query_projection(n)(h[:, i, None]) for i, n in enumerate(names)], axis=1)
-    queries = [attention.specialise(name, projected[:, i, None], rope) for i, name in enumerate(names)]
-    return jnp.concatenate(queries, axis=1)
+def _output_queries(layer: Layer, rows: jax.Array) -> jax.Array:
+    """Projected queries [B, P, N, H] of output rows: not the fused product's where hidden layers have a projection each."""
+    separate = getattr(layer.attention, "query_output", None)
+    return layer.attention.project(rows)[0] if separate is None else separate(rows)
 
 
 def _feed_forward(layer: Layer, x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Parameters as inference uses them: one tree a layer, matrices in the compute type, placed on the devices.
 
 Training keeps its hidden layers stacked. A program that runs a token or a chunk through the layers would copy each
-layer's weights out of the stack, once a step.
+layer's weights out of the stack, once a step. Layers are fused, see `fused.py`.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from orthros_jax.config import ModelConfig
+from orthros_jax.inference.fused import fuse, fused_layer
 from orthros_jax.model import LanguageModel, build_model
 from orthros_jax.model.language_model import Layer
 from orthros_jax.sharding import parameter_spec
@@ -23,21 +24,22 @@ Weights = dict[str, Any]
 
 
 def inference_weights(params: dict, config: ModelConfig, mesh: Mesh | None = None) -> Weights:
-    """Parameters of the training layout, or weights that this function made, ready for the programs.
+    """Parameters of the training layout, or weights of `weight_shapes`, ready for the programs.
 
-    Matrices are rounded to the compute type, which the model does with each use anyway. One array at a time is moved.
+    Matrices are rounded to the compute type, which the model does with each use anyway. A layer at a time is moved.
     """
-    place = functools.partial(_place, config=config, mesh=mesh)
-    rest = {name: tree for name, tree in params.items() if name != "layers"}
-    stacked = params.get("layers", ())
-    if isinstance(stacked, dict):
-        num_hidden = config.num_layers - 1
-        layers = tuple(
-            jax.tree_util.tree_map_with_path(lambda path, x, i=i: place(path, x[i]), stacked) for i in range(num_hidden)
-        )
-    else:
-        layers = tuple(jax.tree_util.tree_map_with_path(place, layer) for layer in stacked)
-    return jax.tree_util.tree_map_with_path(place, rest) | {"layers": layers}
+    place = functools.partial(jax.tree_util.tree_map_with_path, functools.partial(_place, config=config, mesh=mesh))
+    if isinstance(params.get("layers", ()), tuple) and "gate_up" in params["last_layer"]["ffn"]:
+        return place(params)
+
+    def fused(layer, last):
+        return place(fuse(place(layer), last=last))
+
+    layers = tuple(
+        fused(jax.tree.map(lambda x, i=i: x[i], params["layers"]), last=False) for i in range(config.num_layers - 1)
+    )
+    rest = {name: tree for name, tree in params.items() if name not in ("layers", "last_layer")}
+    return place(rest) | {"layers": layers, "last_layer": fused(params["last_layer"], last=True)}
 
 
 def weight_shapes(config: ModelConfig) -> Weights:
@@ -46,8 +48,7 @@ def weight_shapes(config: ModelConfig) -> Weights:
     def shape(path, x):
         return jax.ShapeDtypeStruct(x.shape, _dtype(path, x.dtype, config))
 
-    graphs = _graphs(config)
-    hidden, rest = (jax.tree_util.tree_map_with_path(shape, params) for _, params in graphs)
+    hidden, rest = (jax.tree_util.tree_map_with_path(shape, params) for _, params in _graphs(config))
     return rest | {"layers": (hidden,) * (config.num_layers - 1)}
 
 
@@ -61,11 +62,13 @@ def merge(weights: Weights, config: ModelConfig) -> tuple[list[Layer], LanguageM
 @functools.cache
 def _graphs(config: ModelConfig):
     """(graph, parameter shapes) of a hidden layer and of the model without hidden layers."""
-    without_layers = dataclasses.replace(config, num_layers=1)
-    models = (
-        nnx.eval_shape(lambda: Layer(config, last=False, rngs=nnx.Rngs(0))),
-        nnx.eval_shape(lambda: build_model(without_layers, nnx.Rngs(0))),
-    )
+
+    def rest():
+        model = build_model(dataclasses.replace(config, num_layers=1), nnx.Rngs(0))
+        model.last_layer = fused_layer(config, last=True)
+        return model
+
+    models = nnx.eval_shape(lambda: fused_layer(config, last=False)), nnx.eval_shape(rest)
     return tuple((nnx.split(model)[0], nnx.to_pure_dict(nnx.state(model, nnx.Param))) for model in models)
 
 

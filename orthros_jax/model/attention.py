@@ -91,28 +91,20 @@ class Attention(nnx.Module):
         Returns:
           [B, T, D] and [B, P, D] for the streams that this layer runs, None for the other.
         """
-        k, v = self.keys_and_values(rows.context, rope.context)
+        k = self.key(rows.context)
+        if self.config.qk_norm:
+            k = self.key_norm(k)
+        k, v = apply_rope(k, rope.context), self.value(rows.context)
         q = Streams(
-            *(self.query_rows(name, getattr(rows, name), getattr(rope, name)) if runs else None
+            *(self._query(name, getattr(rows, name), getattr(rope, name)) if runs else None
               for name, runs in self.runs._asdict().items())
         )  # fmt: skip
         attended = attend(q, k, v, layout, self.kind, self.config.attention_impl)
         return Streams(*(None if o is None else self.output(o) for o in attended))
 
-    def keys_and_values(self, rows: jax.Array, rope: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """Rotated keys and values [B, T, K, H] of normalised context rows [B, T, D]."""
-        k = self.key(rows)
-        if self.config.qk_norm:
-            k = self.key_norm(k)
-        return apply_rope(k, rope), self.value(rows)
-
-    def query_rows(self, stream: str, rows: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-        """Queries [B, P, N, H] of one stream's normalised rows [B, P, D]."""
-        return self.specialise(stream, self.query_projection(stream)(rows), rope)
-
-    def query_projection(self, stream: str) -> Linear:
-        """The projection of one stream's queries; both streams have the same one unless they are `separate`."""
-        return self.query if hasattr(self, "query") else getattr(self, f"query_{stream}")
+    def _query(self, stream: str, rows: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        project = self.query if hasattr(self, "query") else getattr(self, f"query_{stream}")
+        return self.specialise(stream, project(rows), rope)
 
     def specialise(self, stream: str, q: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
         """What one stream makes of projected queries [B, P, N, H]: norm, scale and offset, rotation."""
