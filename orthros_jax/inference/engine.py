@@ -15,7 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from orthros_jax.config import ModelConfig
@@ -183,7 +183,8 @@ class Engine:
 
     def _sharding(self, specs):
         if self._mesh is None:
-            return None
+            # Stated, so that whatever reaches a program is placed alike: an array that JAX may still move compiles anew.
+            return SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -102,6 +103,13 @@ def generate(
       UserError: a prompt is empty, or the model's scores are not finite.
       CacheFullError: a prompt is longer than the cache.
     """
+
+    def step(cache: Cache, drawn: jax.Array, steps: int) -> tuple[Cache, jax.Array]:
+        if cache.longest == engine.capacity:
+            cache = _with_room(cache, rows, steps)
+        cache, logits = engine.decode(cache, drawn)
+        return cache, sample(logits, settings, steps + 1, vocab_size=tokenizer.vocab_size)
+
     started = time.perf_counter()
     rows = [_Row(request, engine.capacity, tokenizer, stop_ids) for request in requests]
     idle = engine.batch_size - len(rows)
@@ -110,22 +118,21 @@ def generate(
     drawn = sample(logits, settings, 0, vocab_size=tokenizer.vocab_size)
     steps, times, tokens = 0, [started], 0  # times[n] is when n tokens of each sequence were there
     while True:
+        # From the second token on, the next step is dispatched before the host reads the tokens of this one, so that the
+        # device never waits. It is in vain where they turn out to be the last. The first token waits for nothing.
         ahead = None
-        if any(row.goes_on(steps) for row in rows):
-            # Dispatched before the host reads the tokens of this step, so that the device never waits. The step is in
-            # vain where they turn out to be the last.
-            if cache.longest == engine.capacity:
-                cache = _with_room(cache, rows, steps)
-            cache, logits = engine.decode(cache, drawn)
-            ahead = sample(logits, settings, steps + 1, vocab_size=tokenizer.vocab_size)
+        if steps and any(row.goes_on(steps) for row in rows):
+            cache, ahead = step(cache, drawn, steps)
         for index, (row, token) in enumerate(zip(rows, np.asarray(drawn).tolist(), strict=False)):
             if row.finish_reason is None:
                 tokens += steps > 1
                 if text := row.take(token):
                     on_text(index, text)
         times.append(time.perf_counter())
-        if ahead is None or all(row.finish_reason for row in rows):
+        if all(row.finish_reason for row in rows):
             break
+        if ahead is None:
+            cache, ahead = step(cache, drawn, steps)
         drawn, steps = ahead, steps + 1
     timing = Timing(times[1] - started, times[-1] - times[min(2, steps + 1)], tokens)
     return [row.completion() for row in rows], timing

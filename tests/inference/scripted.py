@@ -15,9 +15,7 @@ BATCH_SIZE, VOCAB_SIZE = 7, 300
 class ScriptedEngine:
     """Scores of a sequence's next token are `scores(ids so far)`, [V]; it counts steps and guards the capacity."""
 
-    def __init__(
-        self, scores: Callable[[list[int]], np.ndarray], batch_size: int = BATCH_SIZE, capacity: int = 64
-    ):
+    def __init__(self, scores: Callable[[list[int]], np.ndarray], batch_size: int = BATCH_SIZE, capacity: int = 64):
         self.batch_size, self.capacity, self.steps = batch_size, capacity, 0
         self._scores = scores
         self._sequences: list[list[int]] = []
