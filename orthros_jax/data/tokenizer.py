@@ -82,6 +82,33 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < BYTES).decode("utf-8", errors="replace")
 
 
+def byte_tokenizer_file() -> bytes:
+    """The byte tokenizer as a tokenizer.json, for other programs: same ids, special tokens included."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(BYTES) if byte not in printable]
+    # In byte-level tokens a byte that does not print is written as the next free character above 255.
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(BYTES + n) for n, byte in enumerate(others)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = {TRAINED_BOS: ByteTokenizer.bos_id, TRAINED_EOS: ByteTokenizer.eos_id}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": token, **flags} for token, i in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": {characters[byte]: byte for byte in range(BYTES)} | special,
+            "merges": [],
+        },
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False).encode()
+
+
 class FileTokenizer:
     """A tokenizer.json, in the format of the `tokenizers` library.
 
@@ -153,6 +180,8 @@ def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | Non
     if not path.is_file():
         raise UserError(f"{spec}: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a new one")
     content = path.read_bytes()
+    if content == byte_tokenizer_file():
+        return ByteTokenizer()
     vocabulary = FileTokenizer(content, str(path), None, None).vocabulary
     config = path.with_name("tokenizer_config.json")
     declared = _declared_tokens(config) if config.is_file() else {}
