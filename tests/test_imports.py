@@ -27,12 +27,21 @@ ALLOWED = {
         "orthros_jax.data",
         "orthros_jax.inference",
     },
-    "orthros_jax.inference": {*MODEL, "orthros_jax.config_reader", "pallas_kernels"},
+    # Checkpoints know nothing of training.
+    "orthros_jax.training.checkpoint": {"orthros_jax.errors"},
     "orthros_jax.convert": {
         *MODEL,
         "orthros_jax.config_reader",
         "orthros_jax.data",
         "orthros_jax.training.checkpoint",
+    },
+    "orthros_jax.inference": {
+        *MODEL,
+        "orthros_jax.config_reader",
+        "orthros_jax.convert",
+        "orthros_jax.data",
+        "orthros_jax.training.checkpoint",
+        "pallas_kernels",
     },
     "orthros_jax.evaluation": {
         *MODEL,

@@ -108,6 +108,11 @@ def read_header(path: Path) -> dict[str, Stored]:
     return tensors
 
 
+def numpy_dtype(name: str) -> np.dtype:
+    """`bfloat16` or `float32` as a type of NumPy."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def read_tensor(stored: Stored) -> np.ndarray:
     """Reads one tensor."""
     return np.fromfile(stored.file, stored.dtype, math.prod(stored.shape), offset=stored.start).reshape(stored.shape)
