@@ -105,6 +105,29 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < BYTES else b""
 
 
+def byte_tokenizer_file() -> bytes:
+    """The byte tokenizer as a tokenizer.json, for other programs: same ids, special tokens included."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = {TRAINED_BOS: ByteTokenizer.bos_id, TRAINED_EOS: ByteTokenizer.eos_id}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": token, **flags} for token, i in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": dict(sorted(_BYTE_LEVEL.items(), key=lambda item: item[1])) | special,
+            "merges": [],
+        },
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False).encode()
+
+
 class FileTokenizer:
     """A tokenizer.json, in the format of the `tokenizers` library.
 
@@ -204,6 +227,8 @@ def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | Non
     if not path.is_file():
         raise UserError(f"{spec}: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a new one")
     content = path.read_bytes()
+    if content == byte_tokenizer_file():
+        return ByteTokenizer()
     vocabulary = FileTokenizer(content, str(path), None, None).vocabulary
     config = path.with_name("tokenizer_config.json")
     declared = _declared_tokens(config) if config.is_file() else {}
