@@ -19,7 +19,7 @@ from orthros_jax.data.storage import atomic_writer
 from orthros_jax.errors import UserError
 from orthros_jax.inference.engine import CacheType, Engine, inference_mesh
 from orthros_jax.inference.generation import Completion, Request, check_prompt, generate
-from orthros_jax.inference.load import StoredModel, open_run
+from orthros_jax.inference.load import StoredModel, open_model, open_run
 from orthros_jax.inference.prompts import Prompt, decode_text, read_prompts, read_text, without_line_end
 from orthros_jax.inference.sampling import Sampling
 from orthros_jax.sharding import check_model_divisible
@@ -51,11 +51,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    _check_model_arguments(arguments)
     prompts = _read_all_prompts(arguments)
     if arguments.output is not None:
         _check_output(Path(arguments.output))
     mesh = _mesh(arguments)
-    model = open_run(arguments.run, step=arguments.step, tokenizer=arguments.tokenizer)
+    model = _open(arguments)
     if mesh is not None:
         check_model_divisible(model.config, mesh)
     requests = _requests(prompts, model)
@@ -77,6 +78,13 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 # What is asked for
+
+
+def _check_model_arguments(arguments: argparse.Namespace) -> None:
+    if (arguments.run is None) == (arguments.model is None):
+        raise UserError("give either --run DIR, a training run, or --model DIR, a Hugging Face folder")
+    if arguments.step is not None and arguments.run is None:
+        raise UserError("--step is a checkpoint of --run; leave it out with --model")
 
 
 def _read_all_prompts(arguments: argparse.Namespace) -> list[Prompt]:
@@ -107,6 +115,12 @@ def _read_all_prompts(arguments: argparse.Namespace) -> list[Prompt]:
         raise UserError("no prompt; give --prompt TEXT, --prompt_file FILE, --input LINES, or text on standard input")
     text = without_line_end(decode_text(sys.stdin.buffer.read(), "standard input"))
     return [Prompt("standard input", text, **asked)]
+
+
+def _open(arguments: argparse.Namespace) -> StoredModel:
+    if arguments.run is not None:
+        return open_run(arguments.run, step=arguments.step)
+    return open_model(arguments.model)
 
 
 def _stdin_waits() -> bool:
@@ -260,7 +274,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add: Any = parser.add_argument_group("model").add_argument
     add("--run", metavar="DIR", help="folder of a training run")
     add("--step", type=int, metavar="N", help="checkpoint of the run (default: the newest that can be read)")
-    add("--tokenizer", metavar="T", help="byte or a tokenizer.json (default: that of the run's data)")
+    add("--model", metavar="DIR", help="folder of a Llama, Qwen3 or exported Orthros in the format of Hugging Face")
     add = parser.add_argument_group("prompts (default: one text on standard input)").add_argument
     add("--prompt", metavar="TEXT", help="text to continue")
     add("--prompt_file", metavar="FILE", help="file of one text; a line break at its end is left out")

@@ -11,8 +11,11 @@ from jax.sharding import Mesh
 
 from orthros_jax.config import Config, ModelConfig
 from orthros_jax.config_reader import load_config
-from orthros_jax.data.dataset import dataset_tokenizer, read_index
-from orthros_jax.data.tokenizer import Tokenizer, read_tokenizer
+from orthros_jax.convert.hf_config import CONFIG_FILE, ORTHROS, read_hf_config, to_model_config
+from orthros_jax.convert.load import load_hf
+from orthros_jax.data.kept_tokenizer import GENERATION_CONFIG_FILE, kept_tokenizer
+from orthros_jax.data.storage import read_json
+from orthros_jax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from orthros_jax.errors import UserError
 from orthros_jax.model import build_model
 from orthros_jax.sharding import state_shardings
@@ -38,41 +41,59 @@ class StoredModel:
     read: Callable[[Mesh | None], dict]
 
 
-def open_run(run_dir: Path | str, *, step: int | None = None, tokenizer: str | None = None) -> StoredModel:
-    """Opens a run of `train.py`.
+def open_run(run_dir: Path | str, *, step: int | None = None) -> StoredModel:
+    """Opens a run of `train.py` or an imported model.
 
     Args:
       run_dir: its folder.
       step: the checkpoint to read; None is the newest readable one. As in evaluation, the averaged parameters are taken
         where the run has them.
-      tokenizer: `byte` or a tokenizer.json in place of the one beside the run's data.
 
     Raises:
       UserError: no run, no such checkpoint, or no tokenizer that fits.
     """
     run_dir = Path(run_dir)
     config = _run_config(run_dir)
-    metadata = read_metadata(run_dir / "checkpoints")
-    if metadata is None:
+    if read_metadata(run_dir / "checkpoints") is None:
         raise UserError(f"{run_dir}: no checkpoint in this run; train it until one is saved")
-    if tokenizer is not None:
-        found = read_tokenizer(tokenizer)
-        bos = found.bos_id is not None
-    else:
-        found, bos = _data_tokenizer(run_dir, config, metadata[1]["data"])
-    if found.vocab_size > config.model.vocab_size:
+    return _stored(run_dir, config.model, lambda mesh: _read_checkpoint(run_dir, config, step, mesh))
+
+
+def open_model(folder: Path | str) -> StoredModel:
+    """Opens a Hugging Face folder: an exported Orthros, or the original of a Llama or Qwen3.
+
+    Raises:
+      UserError: whatever is wrong with the folder, by file and entry.
+    """
+    folder = Path(folder)
+    document = read_hf_config(folder)
+    kind = None if document.get("model_type") == ORTHROS else "transformer"
+    # The type that such files are in nearly always, and in which the engine computes.
+    dtype = ModelConfig.compute_dtype
+    config = to_model_config(document, str(folder / CONFIG_FILE), kind, param_dtype=dtype)
+    return _stored(folder, config, lambda mesh: load_hf(folder, kind, dtype, mesh)[1])
+
+
+def _stored(folder: Path, config: ModelConfig, read: Callable[[Mesh | None], dict]) -> StoredModel:
+    tokenizer, bos = kept_tokenizer(folder)
+    if tokenizer.vocab_size > config.vocab_size:
         raise UserError(
-            f"tokenizer {found.name} has {found.vocab_size} entries, more than the {config.model.vocab_size} of the "
-            "model; name the one that the model was trained with as --tokenizer"
+            f"{folder / TOKENIZER_FILE}: has {tokenizer.vocab_size} entries, more than the {config.vocab_size} of the "
+            "model; put the tokenizer that it was trained with in this place"
         )
-    return StoredModel(
-        # How attention is computed and what is recomputed are choices of the machine and of training.
-        dataclasses.replace(config.model, attention_impl="auto", remat="none"),
-        found,
-        bos,
-        frozenset() if found.eos_id is None else frozenset({found.eos_id}),
-        lambda mesh: _read_checkpoint(run_dir, config, step, mesh),
-    )
+    # How attention is computed and what is recomputed are choices of the machine and of training.
+    config = dataclasses.replace(config, attention_impl="auto", remat="none")
+    return StoredModel(config, tokenizer, bos, _stop_ids(folder, tokenizer), read)
+
+
+def _stop_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokenizer's EOS and what a generation_config.json names beside it, one id or a list of them."""
+    path = folder / GENERATION_CONFIG_FILE
+    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = [i for i in (tokenizer.eos_id, *(named if isinstance(named, list) else [named])) if i is not None]
+    if not all(isinstance(i, int) for i in ids):
+        raise UserError(f"{path}: eos_token_id must be a token id or a list of them; repair it or move it away")
+    return frozenset(ids)
 
 
 def _run_config(run_dir: Path) -> Config:
@@ -81,21 +102,6 @@ def _run_config(run_dir: Path) -> Config:
     if not (run_dir / "config.yaml").is_file():
         raise UserError(f"{run_dir}: no config.yaml here, so this is no run; name the run_dir of a training run")
     return load_config(run_dir / "config.yaml")
-
-
-def _data_tokenizer(run_dir: Path, config: Config, identity: list[list]) -> tuple[Tokenizer, bool]:
-    """The tokenizer of the run's data and whether its documents open with BOS."""
-    fix = "name the tokenizer that the run was trained with as --tokenizer"
-    if not config.data.paths:
-        raise UserError(f"{run_dir}: this run names no data to take the tokenizer from; {fix}")
-    path = config.data.paths[0]
-    try:
-        tokenizer, bos = dataset_tokenizer(path), read_index(path)["bos"]
-    except UserError as error:
-        raise UserError(f"the run's tokenizer is that of its data, which cannot be read: {error}; or {fix}") from error
-    if identity and tokenizer.fingerprint != identity[0][0]:
-        raise UserError(f"{path}: this data has another tokenizer than the run in {run_dir} was trained with; {fix}")
-    return tokenizer, bos
 
 
 def _read_checkpoint(run_dir: Path, config: Config, step: int | None, mesh: Mesh | None) -> dict:
