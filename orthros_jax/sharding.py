@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orthros_jax.config import Config, ConfigError, MeshConfig
+from orthros_jax.config import Config, ConfigError, MeshConfig, ModelConfig
 
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -22,6 +22,7 @@ _RULES = {
     "ffn": "tensor",
     "model": "fsdp",
     "head": None,
+    "fused": None,
     "norm": None,
 }
 
@@ -33,9 +34,11 @@ _PARAMETER_AXES = {
     ("query_output", "kernel"): ("model", "heads", "head"),
     ("key", "kernel"): ("model", "heads", "head"),
     ("value", "kernel"): ("model", "heads", "head"),
+    ("query_key_value", "kernel"): ("model", "heads", "fused", "head"),
     ("output", "kernel"): ("heads", "head", "model"),
     ("gate", "kernel"): ("model", "ffn"),
     ("up", "kernel"): ("model", "ffn"),
+    ("gate_up", "kernel"): ("model", "fused", "ffn"),
     ("down", "kernel"): ("ffn", "model"),
     ("head", "kernel"): ("model", "vocab"),
     ("scale",): ("norm",),
@@ -81,7 +84,16 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
             f"{batch} is not a multiple of {shards} batch shards (mesh.data x mesh.fsdp) x "
             f"{config.training.accumulation} accumulation steps; the nearest that work: {nearest}",
         )
-    model, tensor, fsdp = config.model, mesh.shape["tensor"], mesh.shape["fsdp"]
+    check_model_divisible(config.model, mesh)
+
+
+def check_model_divisible(model: ModelConfig, mesh: Mesh) -> None:
+    """Refuses a model that the mesh does not cut into equal parts.
+
+    Raises:
+      ConfigError: names both numbers.
+    """
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
     for key, axis, size in (
         ("num_heads", "tensor", tensor),
         ("num_kv_heads", "tensor", tensor),

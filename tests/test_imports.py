@@ -14,15 +14,35 @@ BOTTOM = {"orthros_jax.errors", "orthros_jax.config"}
 MODEL = {*BOTTOM, "orthros_jax.streams", "orthros_jax.sharding", "orthros_jax.model", "orthros_jax.loss"}
 ALLOWED = {
     "train": {*BOTTOM, "orthros_jax.config_reader", "orthros_jax.training"},
-    "orthros_jax.__main__": {*BOTTOM, "orthros_jax.data", "orthros_jax.training", "orthros_jax.inference"},
+    "orthros_jax.__main__": {
+        *BOTTOM,
+        "orthros_jax.convert",
+        "orthros_jax.data",
+        "orthros_jax.inference",
+        "orthros_jax.training",
+    },
     "orthros_jax.training": {
         *MODEL,
         "orthros_jax.config_reader",
         "orthros_jax.data",
         "orthros_jax.inference",
     },
-    "orthros_jax.inference": {*MODEL, "orthros_jax.config_reader", "pallas_kernels"},
-    "orthros_jax.convert": {*MODEL, "orthros_jax.config_reader", "orthros_jax.inference"},
+    # Checkpoints know nothing of training.
+    "orthros_jax.training.checkpoint": {"orthros_jax.errors"},
+    "orthros_jax.convert": {
+        *MODEL,
+        "orthros_jax.config_reader",
+        "orthros_jax.data",
+        "orthros_jax.training.checkpoint",
+    },
+    "orthros_jax.inference": {
+        *MODEL,
+        "orthros_jax.config_reader",
+        "orthros_jax.convert",
+        "orthros_jax.data",
+        "orthros_jax.training.checkpoint",
+        "pallas_kernels",
+    },
     "orthros_jax.evaluation": {
         *MODEL,
         "orthros_jax.config_reader",

@@ -75,12 +75,14 @@ class Program(NamedTuple):
 
     Attributes:
       init: key -> TrainState.
+      start: params -> TrainState, the first state of a run with these parameters.
       train_step: (TrainState, Batch) -> (TrainState, StepMetrics).
       eval_step: (params, Batch) -> LossSums.
       graph: the model's structure; `nnx.merge(graph, params)` is the model.
     """
 
     init: Any
+    start: Any
     train_step: Any
     eval_step: Any
     graph: nnx.GraphDef
@@ -97,7 +99,9 @@ def make_program(config: Config, schedule_steps: int) -> Program:
     optimizer = make_optimizer(config.optimizer, schedule, nnx.to_pure_dict(abstract))
 
     def init(key: jax.Array) -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(build_model(config.model, nnx.Rngs(key)), nnx.Param))
+        return start(nnx.to_pure_dict(nnx.state(build_model(config.model, nnx.Rngs(key)), nnx.Param)))
+
+    def start(params) -> TrainState:
         step, samples, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(4))
         ema = jax.tree.map(jnp.copy, params) if config.optimizer.ema_decay else None
         return TrainState(step, samples, skipped, in_a_row, params, optimizer.init(params), ema)
@@ -165,7 +169,7 @@ def make_program(config: Config, schedule_steps: int) -> Program:
     def eval_step(params, batch: Batch) -> LossSums:
         return losses(params, batch)[0]
 
-    return Program(init, train_step, eval_step, graph)
+    return Program(init, start, train_step, eval_step, graph)
 
 
 def _split_batch(x: jax.Array, parts: int) -> jax.Array:

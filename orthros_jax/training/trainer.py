@@ -25,6 +25,7 @@ from orthros_jax.data.loader import (
     open_datasets,
     training_batches,
 )
+from orthros_jax.data.kept_tokenizer import keep_tokenizer
 from orthros_jax.data.prepare import prepare_if_missing
 from orthros_jax.data.storage import DISK_FULL, folder_lock
 from orthros_jax.errors import UserError
@@ -91,11 +92,13 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
         keep = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every}
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(checkpoint_dir, **keep)))
         program = make_program(config, config.optimizer.schedule_steps or config.training.steps)
-        state, flops = _restore_or_init(program, config, mesh, checkpoints)
+        is_imported = saved is not None and saved["data"] is None
+        state, flops = _restore_or_init(program, config, mesh, checkpoints, is_imported)
         start = int(state.step)
         writer = stack.enter_context(contextlib.closing(MetricsWriter(config.metrics, config.run_dir, start)))
         if jax.process_index() == 0:
             save_config(config, Path(config.run_dir) / "config.yaml")
+            keep_tokenizer(Path(config.run_dir), config.data.paths[0])
         progress = Progress(config.training.steps, start, enabled=config.metrics.progress)
         progress = stack.enter_context(contextlib.closing(progress))
         progress.message(
@@ -109,11 +112,10 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
                 start_step=start,
             )
         )
-        for line in changed_settings(config, saved["config"]) if saved else ():
+        for line in changed_settings(config, saved["config"]) if saved and not is_imported else ():
             progress.message(f"Changed  {line}")
-        run = _Run(
-            config, program, mesh, state, flops, checkpoints, writer, progress, watchdog, stop, heldout, identity
-        )
+        kept = {"data": identity, "origin": saved and saved.get("origin")}
+        run = _Run(config, program, mesh, state, flops, checkpoints, writer, progress, watchdog, stop, heldout, kept)
         try:
             complete = run.to_the_end()
         except Diverged as error:
@@ -186,16 +188,22 @@ def _kernel_log_shown() -> Iterator[None]:
 
 
 def _restore_or_init(
-    program: Program, config: Config, mesh: Mesh, checkpoints: Checkpoints
+    program: Program, config: Config, mesh: Mesh, checkpoints: Checkpoints, is_imported: bool
 ) -> tuple[TrainState, float]:
-    """The newest readable state or a fresh one, on the mesh, and the operations spent on it so far."""
+    """The newest readable state or a fresh one, on the mesh, and the operations spent on it so far.
+
+    An imported model has parameters alone, with which a fresh state starts.
+    """
     key = jax.random.key(config.training.seed)
     abstract = jax.eval_shape(program.init, key)
     shardings = state_shardings(abstract, mesh)
     target = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, shardings
     )
-    restored = checkpoints.restore(target)
+    restored = checkpoints.restore({"params": target.params} if is_imported else target, partial=is_imported)
+    if restored is not None and is_imported:
+        start = jax.jit(program.start, out_shardings=shardings, donate_argnums=0)
+        return start(restored.state["params"]), 0.0
     if restored is not None:
         return restored.state, restored.metadata["flops"]
     if damaged := checkpoints.damaged_steps():
@@ -238,14 +246,14 @@ class _Run:
         watchdog: Watchdog,
         stop: StopSignal,
         heldout: list[TokenDataset],
-        identity: list[list],
+        kept: dict,
     ):
         self.config, self.program, self.mesh, self.state = config, program, mesh, state
         self.checkpoints, self.writer, self.progress = checkpoints, writer, progress
         self.watchdog, self.stop = watchdog, stop
         self.step = int(state.step)
         self.flops = flops
-        self._identity = identity
+        self._kept = kept
         self.eval_loss: float | None = None
         self._forward_flops = forward_flops(config.model)
         peak = config.metrics.peak_tflops
@@ -427,7 +435,7 @@ class _Run:
 
     def _save(self, wait: bool = False) -> None:
         self.watchdog.at(f"saving step {self.step}")
-        metadata = {"config": to_dict(self.config), "data": self._identity, "flops": self.flops}
+        metadata = {"config": to_dict(self.config), "flops": self.flops, **self._kept}
         self.checkpoints.save(self.step, self.state, metadata, wait=wait)
 
     def show_sample(self) -> None:

@@ -49,6 +49,18 @@ def attention(
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 
 
+def cache_attention(stream: Stream, k_cache: jax.Array, v_cache: jax.Array, scale: float) -> jax.Array:
+    """Output [B, P, N, H] of one stream over caches [B, K, T, H], without gradients."""
+    from pallas_kernels.dual_stream_attention.hopper_forward import forward
+
+    def pad(cache):
+        return jnp.pad(cache, ((0, 0), (0, 0), (0, -cache.shape[2] % BLOCK_ROWS), (0, 0)))
+
+    tiles = _tiles(stream, k_cache.shape[2], None)
+    out, _ = forward(_pad(stream.q), pad(k_cache), pad(v_cache), tiles, scale=scale, is_cache=True)
+    return out[:, : stream.q.shape[1]]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _attention(queries, k, v, tiles, scale, sweeps):
     return _attention_fwd(queries, k, v, tiles, scale, sweeps)[0]
