@@ -92,9 +92,11 @@ class ModelConfig:
     """Attention backend; auto takes the fastest one that supports the case and logs its choice."""
     remat: Literal["none", "save_dots", "save_attention", "full"] = "none"
     """What the backward pass recomputes: nothing, all but matrix products or attention outputs, or all."""
+    unroll: int = 1
+    """Hidden layers in each turn of the loop over them; num_layers - 1 leaves no loop: faster, longer to compile."""
 
     def __post_init__(self):
-        sizes = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+        sizes = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "unroll")
         for name in (*sizes, "window", "max_sequence_length", "rope_original_length"):
             _require(getattr(self, name) > 0, f"model.{name}", f"must be positive, got {getattr(self, name)}")
         for name in ("norm_eps", "rope_base", "rope_factor", "rope_low_frequency_factor", "init_std"):

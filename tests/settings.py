@@ -65,6 +65,7 @@ PERTURBED = {
     "model.statistics_dtype": "bfloat16",
     "model.attention_impl": "xla",
     "model.remat": "full",
+    "model.unroll": 2,
     "data.paths": ["data/other"],
     "data.weights": [2.0],
     "data.sequence_length": 16,

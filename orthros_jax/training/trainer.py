@@ -33,6 +33,7 @@ from orthros_jax.model.flops import forward_flops
 from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, state_shardings
 from orthros_jax.training import report
 from orthros_jax.training.checkpoint import Checkpoints, read_metadata
+from orthros_jax.training.compiler import compile_for_batches
 from orthros_jax.training.evaluation import evaluate
 from orthros_jax.training.interrupt import StopSignal
 from orthros_jax.training.metrics import MetricsWriter, peak_flops_per_second, read_metrics
@@ -455,16 +456,14 @@ class _Run:
     def _compile(self, function, state, batch_size: int | None = None):
         """Compiles ahead of the first call, so that a long compilation is known as such."""
         self.watchdog.at("compiling")
-        size = (batch_size or self.config.training.batch_size, self.config.data.sequence_length + 1)
-        rows = jax.ShapeDtypeStruct(size, np.int32, sharding=batch_sharding(self.mesh))
-        batch = {"tokens": rows, "segment_ids": rows}
         try:
-            lowered = function.lower(state, batch)
+            return compile_for_batches(
+                function, state, self.config, batch_size or self.config.training.batch_size, self.mesh
+            )
         except NotImplementedError as error:
             if self.config.model.attention_impl == "auto":
                 raise
             raise ConfigError("model.attention_impl", f"{error}; auto takes one that works") from error
-        return lowered.compile()
 
     def _to_devices(self, batch: dict[str, np.ndarray]) -> Batch:
         sharding = batch_sharding(self.mesh)
