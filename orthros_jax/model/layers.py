@@ -30,12 +30,13 @@ class Linear(nnx.Module):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _project(x: jax.Array, kernel: jax.Array, num_in_axes: int) -> jax.Array:
-    return jnp.tensordot(x, kernel, axes=num_in_axes)
+    return _project_forward(x, kernel, num_in_axes)[0]
 
 
 def _project_forward(x, kernel, num_in_axes):
     # Not _project itself: a policy that saves products does not look into a call with its own derivative.
-    return jnp.tensordot(x, kernel, axes=num_in_axes), (x, kernel)
+    rows, matrix = _as_matrices(x, kernel, num_in_axes)
+    return (rows @ matrix).reshape(*x.shape[: x.ndim - num_in_axes], *kernel.shape[num_in_axes:]), (x, kernel)
 
 
 def _project_backward(num_in_axes, residuals, gradient):
@@ -43,11 +44,15 @@ def _project_backward(num_in_axes, residuals, gradient):
     # transposing copy that the weight's gradient needs: twice the time of a feed-forward layer.
     x, gradient = jax.lax.optimization_barrier((residuals[0], gradient))
     kernel = residuals[1]
-    out_axes = tuple(range(num_in_axes, kernel.ndim))
-    gradient_axes = tuple(range(gradient.ndim - len(out_axes), gradient.ndim))
-    rows = tuple(range(x.ndim - num_in_axes))
-    d_x = jnp.tensordot(gradient, kernel, axes=(gradient_axes, out_axes))
-    return d_x, jnp.tensordot(x, gradient, axes=(rows, rows))
+    rows, matrix = _as_matrices(x, kernel, num_in_axes)
+    gradient = gradient.reshape(len(rows), -1)
+    return (gradient @ matrix.T).reshape(x.shape), (rows.T @ gradient).reshape(kernel.shape)
+
+
+def _as_matrices(x: jax.Array, kernel: jax.Array, num_in_axes: int) -> tuple[jax.Array, jax.Array]:
+    """x as [rows, in] and kernel as [in, out]: of more axes XLA would choose layouts that cost transposing copies."""
+    matrix = kernel.reshape(math.prod(kernel.shape[:num_in_axes]), -1)
+    return x.reshape(-1, matrix.shape[0]), matrix
 
 
 _project.defvjp(_project_forward, _project_backward)
@@ -109,7 +114,9 @@ class ScaleOffset(nnx.Module):
             specialised = q.astype(self.dtype) * gamma.astype(self.dtype) + beta.astype(self.dtype)
             return specialised.astype(q.dtype)
 
-        return specialise(q, self.gamma[...], self.beta[...])
+        # As matrix and vectors: for the sums over [B, T, N, H] that gamma's gradient takes, XLA would transpose q.
+        gamma, beta = self.gamma[...].ravel(), self.beta[...].ravel()
+        return specialise(q.reshape(-1, gamma.size), gamma, beta).reshape(q.shape)
 
 
 class SwiGLU(nnx.Module):
