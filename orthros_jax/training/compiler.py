@@ -1,5 +1,7 @@
 """How a run's functions are compiled: the only place for options of the compiler, each with its reason."""
 
+import os
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -37,3 +39,11 @@ def compile_for_batches(function, state, config: Config, batch_size: int, mesh: 
     rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
     lowered = function.lower(state, {"tokens": rows, "segment_ids": rows})
     return lowered.compile(compiler_options(mesh))
+
+
+def use_device_memory() -> None:
+    """Lets JAX use most of a GPU's memory, unless the environment says otherwise; call it before JAX starts.
+
+    JAX's own default is three quarters of it, which leaves 35 GB of an H200 idle.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
