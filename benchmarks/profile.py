@@ -45,7 +45,7 @@ def account(folder: Path, program: str, steps: int) -> dict[str, float]:
             if not line.name.startswith("Stream"):
                 continue
             for event in line.events:
-                found = {name: value for name, value in event.stats}
+                found = dict(event.stats)
                 instruction = str(found.get("hlo_op", ""))
                 total[kind(event.name, places.get(instruction, ""))] += event.duration_ns
                 events.append((event.start_ns, event.start_ns + event.duration_ns))

@@ -92,6 +92,8 @@ class ModelConfig:
     """Attention backend; auto takes the fastest one that supports the case and logs its choice."""
     remat: Literal["none", "save_dots", "save_attention", "full"] = "none"
     """What the backward pass recomputes: nothing, all but matrix products or attention outputs, or all."""
+    float8: bool = False
+    """Make the matrix products of the layers in float8, with scales of each tensor; the head stays as it is."""
     unroll: int = 1
     """Hidden layers in each turn of the loop over them; num_layers - 1 leaves no loop: faster, longer to compile."""
 

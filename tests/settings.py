@@ -66,6 +66,7 @@ PERTURBED = {
     "model.attention_impl": "xla",
     "model.remat": "full",
     "model.unroll": 2,
+    "model.float8": True,
     "data.paths": ["data/other"],
     "data.weights": [2.0],
     "data.sequence_length": 16,

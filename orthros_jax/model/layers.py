@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from orthros_jax.config import ModelConfig
+from orthros_jax.model.float8 import float8_matmul
 
 
 class Linear(nnx.Module):
@@ -23,9 +24,14 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel.astype(config.param_dtype))
         self.num_in_axes = len(in_axes)
         self.dtype = jnp.dtype(config.compute_dtype)
+        self.float8 = config.float8
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _project(x.astype(self.dtype), self.kernel[...].astype(self.dtype), self.num_in_axes)
+        x, kernel = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
+        if not self.float8:
+            return _project(x, kernel, self.num_in_axes)
+        rows, matrix = _as_matrices(x, kernel, self.num_in_axes)
+        return _from_matrix(float8_matmul(rows, matrix), x, kernel, self.num_in_axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -36,7 +42,7 @@ def _project(x: jax.Array, kernel: jax.Array, num_in_axes: int) -> jax.Array:
 def _project_forward(x, kernel, num_in_axes):
     # Not _project itself: a policy that saves products does not look into a call with its own derivative.
     rows, matrix = _as_matrices(x, kernel, num_in_axes)
-    return (rows @ matrix).reshape(*x.shape[: x.ndim - num_in_axes], *kernel.shape[num_in_axes:]), (x, kernel)
+    return _from_matrix(rows @ matrix, x, kernel, num_in_axes), (x, kernel)
 
 
 def _project_backward(num_in_axes, residuals, gradient):
@@ -53,6 +59,10 @@ def _as_matrices(x: jax.Array, kernel: jax.Array, num_in_axes: int) -> tuple[jax
     """x as [rows, in] and kernel as [in, out]: of more axes XLA would choose layouts that cost transposing copies."""
     matrix = kernel.reshape(math.prod(kernel.shape[:num_in_axes]), -1)
     return x.reshape(-1, matrix.shape[0]), matrix
+
+
+def _from_matrix(y: jax.Array, x: jax.Array, kernel: jax.Array, num_in_axes: int) -> jax.Array:
+    return y.reshape(*x.shape[: x.ndim - num_in_axes], *kernel.shape[num_in_axes:])
 
 
 _project.defvjp(_project_forward, _project_backward)

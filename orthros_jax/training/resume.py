@@ -8,7 +8,7 @@ from orthros_jax.data.dataset import TokenDataset
 
 # The arrays of a checkpoint have the shape that these give them, or stand for something else under other values.
 _MODEL_MAY_CHANGE = {
-    *("attention_impl", "remat", "unroll", "compute_dtype", "statistics_dtype"),
+    *("attention_impl", "remat", "unroll", "float8", "compute_dtype", "statistics_dtype"),
     *("max_sequence_length", "init_std"),
 }
 # The data cursor counts windows in the order that these define.
