@@ -32,8 +32,9 @@ from orthros_jax.config_reader import read_config
 from orthros_jax.data.loader import training_batches
 from orthros_jax.data.prepare import prepare
 from orthros_jax.model.flops import forward_flops
-from orthros_jax.sharding import batch_sharding, build_mesh, state_shardings
-from orthros_jax.training.compiler import compile_for_batches, use_device_memory
+from orthros_jax.sharding import batch_sharding, build_mesh
+from orthros_jax.training.compiler import compiler_options, use_device_memory
+from orthros_jax.training.lowering import abstract_state, lower_train_step
 from orthros_jax.training.metrics import peak_flops_per_second
 from orthros_jax.training.step import StepMetrics, make_program
 
@@ -97,12 +98,10 @@ def measure(config: Config, options: argparse.Namespace, folder: Path) -> dict[s
     messages: list[str] = []
     with jax.set_mesh(mesh), _kernel_log(messages):
         program = make_program(config, config.optimizer.schedule_steps or config.training.steps)
-        key = jax.random.key(config.training.seed)
-        shardings = state_shardings(jax.eval_shape(program.init, key), mesh)
-        state = jax.jit(program.init, out_shardings=shardings)(key)
+        shardings = jax.tree.map(lambda x: x.sharding, abstract_state(program, mesh))
+        state = jax.jit(program.init, out_shardings=shardings)(jax.random.key(config.training.seed))
         started = time.perf_counter()
-        step = jax.jit(program.train_step, donate_argnums=0)
-        compiled = compile_for_batches(step, state, config, config.training.batch_size, mesh)
+        compiled = lower_train_step(program, config, mesh, state).compile(compiler_options(mesh))
         compile_seconds = time.perf_counter() - started
         print(f"compiled in {compile_seconds:.0f} s; {'; '.join(messages)}", flush=True)
         if options.backend and not any(f"impl=auto takes {options.backend}" in message for message in messages):

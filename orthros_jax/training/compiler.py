@@ -1,19 +1,14 @@
-"""How a run's functions are compiled: the only place for options of the compiler, each with its reason."""
+"""What a run asks of XLA: the only place for its options, each with the reason."""
 
 import os
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from orthros_jax.config import Config
-from orthros_jax.sharding import batch_sharding
-
 # By platform of the mesh's devices.
-_OPTIONS = {
+_OPTIONS: dict[str, dict[str, bool | int | str]] = {
     "gpu": {
-        # cuBLAS alone makes the large products of a training step faster than Triton's tiles do, also where the
-        # autotuner, which times a product by itself, finds otherwise; and compiling takes a fraction of the time.
+        # cuBLAS alone: Triton's products, which the autotuner takes where it finds them faster one by one, slow the
+        # step down as a whole, and trying them is most of the time that compiling takes.
         "xla_gpu_enable_triton_gemm": False,
     },
 }
@@ -23,22 +18,6 @@ def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
     """Options for `jax.stages.Lowered.compile` on the mesh's devices."""
     platform = mesh.devices.flat[0].platform
     return dict(_OPTIONS.get("gpu" if platform == "cuda" else platform, {}))
-
-
-def compile_for_batches(function, state, config: Config, batch_size: int, mesh: Mesh) -> jax.stages.Compiled:
-    """Compiles (state, batch) -> ... for batches of `batch_size` windows; call it with the mesh set.
-
-    Args:
-      function: a jitted function.
-      state: arrays or ShapeDtypeStructs with their shardings.
-
-    Raises:
-      NotImplementedError: `model.attention_impl` names a backend that cannot do it.
-    """
-    shape = (batch_size, config.data.sequence_length + 1)
-    rows = jax.ShapeDtypeStruct(shape, np.int32, sharding=batch_sharding(mesh))
-    lowered = function.lower(state, {"tokens": rows, "segment_ids": rows})
-    return lowered.compile(compiler_options(mesh))
 
 
 def use_device_memory() -> None:
