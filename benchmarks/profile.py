@@ -13,9 +13,11 @@ KINDS = {
     "attention": r"mosaic_gpu|cudnn|flash",
     "matrix products": r"__cublas|__triton_gemm|gemm_fusion",
     "loss head": r"loss_head",
-    "optimizer": r"optimizer",
+    "optimizer": r"/optimizer/",
+    "SwiGLU": r"gated",
+    "RoPE": r"apply_rope",
     "scale-offset": r"specialise",
-    "norms": r"rsqrt|normalise",
+    "norms": r"normalise",
 }
 
 

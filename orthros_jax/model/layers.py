@@ -73,7 +73,8 @@ def keeps_inputs(function):
 
     Left to itself, differentiation keeps several float32 intermediates of every row.
     """
-    return jax.checkpoint(function, policy=jax.checkpoint_policies.nothing_saveable)
+    named = jax.named_scope(function.__name__)(function)
+    return jax.checkpoint(named, policy=jax.checkpoint_policies.nothing_saveable)
 
 
 class Embedding(nnx.Module):
@@ -138,8 +139,11 @@ class SwiGLU(nnx.Module):
         self.down = Linear((config.ffn_dim,), (config.model_dim,), config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        product = keeps_inputs(lambda gate, up: jax.nn.silu(gate) * up)
-        return self.down(product(self.gate(x), self.up(x)))
+        @keeps_inputs
+        def gated(gate, up):
+            return jax.nn.silu(gate) * up
+
+        return self.down(gated(self.gate(x), self.up(x)))
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

@@ -135,16 +135,17 @@ def make_program(config: Config, schedule_steps: int) -> Program:
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         gradients, (entropy, weight, context_pairs, output_pairs, documents) = sums_and_gradients(state.params, batch)
-        gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1), gradients)
-        grad_norm = optax.tree.norm(gradients)
-        is_finite = jnp.isfinite(entropy) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = None if state.ema is None else update_ema(state.ema, params, config.optimizer.ema_decay)
-        # Selected on the device: the host reads the metrics of a step only after it has dispatched the next one.
-        kept = (params, opt_state, ema, state.step + 1, jnp.zeros_like(state.skipped_in_a_row))
-        before = (state.params, state.opt_state, state.ema, state.step, state.skipped_in_a_row + 1)
-        params, opt_state, ema, step, in_a_row = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), kept, before)
+        with jax.named_scope("optimizer"):
+            gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1), gradients)
+            grad_norm = optax.tree.norm(gradients)
+            is_finite = jnp.isfinite(entropy) & jnp.isfinite(grad_norm)
+            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            ema = None if state.ema is None else update_ema(state.ema, params, config.optimizer.ema_decay)
+            # Selected on the device: the host reads the metrics of a step only after it has dispatched the next one.
+            kept = (params, opt_state, ema, state.step + 1, jnp.zeros_like(state.skipped_in_a_row))
+            before = (state.params, state.opt_state, state.ema, state.step, state.skipped_in_a_row + 1)
+            params, opt_state, ema, step, in_a_row = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), kept, before)
         skipped = state.skipped + jnp.where(is_finite, 0, 1)
         samples = state.samples + batch["tokens"].shape[0]
         metrics = StepMetrics(
