@@ -110,6 +110,7 @@ def measure(config: Config, options: argparse.Namespace, folder: Path) -> dict[s
         with contextlib.closing(batches):
             state, _, _ = _steps(compiled, state, batches, options.warm_up, mesh)
             state, seconds, metrics = _steps(compiled, state, batches, options.steps, mesh)
+            print(f"{options.steps} steps in {sum(seconds):.1f} s", flush=True)
             account = None
             if options.profile:
                 with profile.recorded(folder / "profile") as trace:
@@ -117,8 +118,7 @@ def measure(config: Config, options: argparse.Namespace, folder: Path) -> dict[s
                 account = profile.account(trace, compiled.as_text(), options.profile)
     rows = config.training.batch_size * config.data.sequence_length
     forward = forward_flops(config.model)
-    outputs = rows  # output rows
-    operations = statistics.mean(3 * forward.total(rows, outputs, m.context_pairs, m.output_pairs) for m in metrics)
+    operations = statistics.mean(3 * forward.total(rows, rows, m.context_pairs, m.output_pairs) for m in metrics)
     peak = peak_flops_per_second(mesh.devices.flat[0].device_kind)
     mean = sum(seconds) / len(seconds)
     memory = compiled.memory_analysis()
