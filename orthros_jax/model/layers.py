@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from orthros_jax.config import ModelConfig
 from orthros_jax.model.float8 import float8_matmul
+from orthros_jax.sharding import BATCH_AXES, mesh_is_set, on_each_device
 
 
 class Linear(nnx.Module):
@@ -86,9 +88,25 @@ class Embedding(nnx.Module):
         self.dtype = jnp.dtype(config.compute_dtype)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        # Looked up before it is rounded: the gradient then adds a token's occurrences in the parameter's type, where a
-        # sum in bfloat16 stops growing after some 256 of them.
-        return self.kernel[...][tokens].astype(self.dtype)
+        lookup = functools.partial(_lookup, dtype=self.dtype, is_cut=mesh_is_set())
+        rows = P(BATCH_AXES)
+        return on_each_device(lookup, (P("tensor", "fsdp"), rows), rows)(self.kernel[...], tokens)
+
+
+def _lookup(table: jax.Array, tokens: jax.Array, *, dtype, is_cut: bool) -> jax.Array:
+    """Rows of the table. Of one that is cut by vocabulary and width, devices exchange rows: far less than the table.
+
+    Looked up before it is rounded: the gradient then adds a token's occurrences in the parameter's type, where a sum
+    in bfloat16 stops growing after some 256 of them.
+    """
+    if not is_cut:
+        return table[tokens].astype(dtype)
+    tokens = jax.lax.all_gather(tokens, "fsdp", axis=0, tiled=True)
+    tokens -= jax.lax.axis_index("tensor") * table.shape[0]
+    is_here = (tokens >= 0) & (tokens < table.shape[0])
+    rows = jnp.where(is_here[..., None], table[jnp.where(is_here, tokens, 0)], 0).astype(dtype)
+    rows = jax.lax.psum(rows, "tensor")
+    return jax.lax.all_to_all(rows, "fsdp", split_axis=0, concat_axis=rows.ndim - 1, tiled=True)
 
 
 class RMSNorm(nnx.Module):
