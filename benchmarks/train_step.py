@@ -36,7 +36,7 @@ from orthros_jax.sharding import batch_sharding, build_mesh
 from orthros_jax.training.compiler import compiler_options, use_device_memory
 from orthros_jax.training.lowering import abstract_state, lower_train_step
 from orthros_jax.training.metrics import peak_flops_per_second
-from orthros_jax.training.step import StepMetrics, make_program
+from orthros_jax.training.step import StepMetrics, make_program, output_rows
 
 RESULTS = Path(__file__).parent / "results"
 _WARM_UP = 2
@@ -117,8 +117,9 @@ def measure(config: Config, options: argparse.Namespace, folder: Path) -> dict[s
                     state, _, _ = _steps(compiled, state, batches, options.profile, mesh)
                 account = profile.account(trace, compiled.as_text(), options.profile)
     rows = config.training.batch_size * config.data.sequence_length
+    outputs = config.training.batch_size * output_rows(config)
     forward = forward_flops(config.model)
-    operations = statistics.mean(3 * forward.total(rows, rows, m.context_pairs, m.output_pairs) for m in metrics)
+    operations = statistics.mean(3 * forward.total(rows, outputs, m.context_pairs, m.output_pairs) for m in metrics)
     peak = peak_flops_per_second(mesh.devices.flat[0].device_kind)
     mean = sum(seconds) / len(seconds)
     memory = compiled.memory_analysis()

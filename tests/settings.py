@@ -89,6 +89,7 @@ PERTURBED = {
     "training.steps": 6,
     "training.batch_size": 16,
     "training.accumulation": 2,
+    "training.output_fraction": 0.5,
     "training.seed": 1,
     "training.z_loss": 1e-4,
     "training.max_skipped_steps": 2,

@@ -103,7 +103,11 @@ def make_program(config: Config, schedule_steps: int) -> Program:
         return TrainState(step, samples, skipped, in_a_row, params, optimizer.init(params), ema)
 
     def losses(params, batch: Batch) -> tuple[LossSums, streams.Layout]:
-        layout, targets = streams.pretraining(batch["tokens"], batch["segment_ids"])
+        rows = batch["tokens"], batch["segment_ids"]
+        if "scores" in batch:
+            layout, targets = streams.sampled_pretraining(*rows, batch["scores"], output_rows(config))
+        else:
+            layout, targets = streams.pretraining(*rows)
         model = nnx.merge(graph, params)
         hidden = model(layout)
         sums = cross_entropy(
@@ -134,6 +138,9 @@ def make_program(config: Config, schedule_steps: int) -> Program:
         return jax.lax.scan(add, zeros, micro_batches)[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        if output_rows(config) < config.data.sequence_length:
+            key = jax.random.fold_in(jax.random.key(config.training.seed), state.samples)
+            batch = batch | {"scores": jax.random.uniform(key, batch["tokens"][:, 1:].shape)}
         gradients, (entropy, weight, context_pairs, output_pairs, documents) = sums_and_gradients(state.params, batch)
         with jax.named_scope("optimizer"):
             gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1), gradients)
@@ -167,6 +174,11 @@ def make_program(config: Config, schedule_steps: int) -> Program:
         return losses(params, batch)[0]
 
     return Program(init, train_step, eval_step, graph)
+
+
+def output_rows(config: Config) -> int:
+    """Output rows P of each training sequence."""
+    return max(1, round(config.training.output_fraction * config.data.sequence_length))
 
 
 def _split_batch(x: jax.Array, parts: int) -> jax.Array:

@@ -44,7 +44,7 @@ from orthros_jax.training.resume import (
     data_identity,
     keep_from_first_start,
 )
-from orthros_jax.training.step import Batch, Program, StepMetrics, TrainState, make_program
+from orthros_jax.training.step import Batch, Program, StepMetrics, TrainState, make_program, output_rows
 from orthros_jax.training.watchdog import Watchdog
 
 
@@ -313,7 +313,8 @@ class _Run:
         now = time.perf_counter()
         batch = self.config.training.batch_size
         rows = batch * self.config.data.sequence_length
-        flops = 3 * self._forward_flops.total(rows, rows, metrics.context_pairs, metrics.output_pairs)
+        outputs = batch * output_rows(self.config)
+        flops = 3 * self._forward_flops.total(rows, outputs, metrics.context_pairs, metrics.output_pairs)
         self.flops += flops
         interval = self._interval
         interval.steps += 1

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
+from orthros_jax.compilation.topology import open_topology
 from orthros_jax.model.float8 import float8_matmul, rounded
 
 
