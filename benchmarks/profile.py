@@ -10,14 +10,15 @@ import jax
 
 # The first pattern that fits a kernel's instruction (its text, then its place in the program) decides.
 KINDS = {
+    "loss head": r"loss_head",
     "attention": r"mosaic_gpu|cudnn|flash",
     "matrix products": r"__cublas|__triton_gemm|gemm_fusion",
-    "loss head": r"loss_head",
     "optimizer": r"/optimizer/",
     "SwiGLU": r"gated",
     "RoPE": r"apply_rope",
     "scale-offset": r"specialise",
     "norms": r"normalise",
+    "copies": r" copy\(|[Mm]emcpy",
 }
 
 
