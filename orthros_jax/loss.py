@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from orthros_jax.sharding import BATCH_AXES, on_each_device
+from orthros_jax.sharding import BATCH_AXES, mesh_is_set, on_each_device
 from orthros_jax.streams import Targets
 
 # Enough rows to keep a matrix unit busy; with a vocabulary of 32,000 the chunk's float32 logits take 500 MiB.
@@ -35,6 +35,13 @@ class LossSums(NamedTuple):
     weight: jax.Array
 
 
+class _HeadAxes(NamedTuple):
+    """Mesh axes that cut the head's width and its vocabulary; None where there is no mesh."""
+
+    width: str | None
+    vocabulary: str | None
+
+
 def cross_entropy(
     hidden: jax.Array, head: jax.Array, targets: Targets, *, z_loss: float = 0.0, logits_dtype=jnp.float32
 ) -> LossSums:
@@ -49,34 +56,33 @@ def cross_entropy(
       z_loss: weight of the squared log-normaliser (arXiv 2204.02311 section 5).
       logits_dtype: type of the logits and of their softmax.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    vocabulary_axis = None if mesh.empty else "tensor"
+    axes = _HeadAxes("fsdp", "tensor") if mesh_is_set() else _HeadAxes(None, None)
 
     def local_sums(hidden, head, labels, weights):
-        sums: Any = _chunked(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis)
+        sums: Any = _chunked(hidden, head, labels, weights, z_loss, logits_dtype, axes)
         return tuple(total[None] for total in sums)
 
     # Every device returns its own part of both sums and the total is taken outside, so that the transposed map adds up
     # the partial gradients of whatever the devices share, the head over the batch and the rows over the vocabulary.
     everywhere = P((*BATCH_AXES, "tensor"))
     rows = P(BATCH_AXES, None)
-    in_specs = (P(BATCH_AXES, None, None), P(None, "tensor"), rows, rows)
+    in_specs = (P(BATCH_AXES, None, None), P("fsdp", "tensor"), rows, rows)
     sums = on_each_device(local_sums, in_specs, (everywhere, everywhere))
     objective, entropy = sums(hidden, head, targets.labels, targets.weights)
     return LossSums(objective.sum(), entropy.sum(), targets.weights.sum())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _chunked(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis):
+def _chunked(hidden, head, labels, weights, z_loss, logits_dtype, axes):
     """(objective, cross-entropy) of one device's rows; each device of the vocabulary axis holds an equal share."""
-    return _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis, with_gradients=False)[0]
+    return _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, axes, with_gradients=False)[0]
 
 
-def _chunked_forward(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis):
-    return _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis, with_gradients=True)
+def _chunked_forward(hidden, head, labels, weights, z_loss, logits_dtype, axes):
+    return _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, axes, with_gradients=True)
 
 
-def _chunked_backward(z_loss, logits_dtype, vocabulary_axis, gradients, cotangents):
+def _chunked_backward(z_loss, logits_dtype, axes, gradients, cotangents):
     scale = cotangents[0]  # The cross-entropy is reported, not differentiated.
     d_hidden, d_head = gradients
     return d_hidden * scale.astype(d_hidden.dtype), d_head * scale.astype(d_head.dtype), None, None
@@ -85,9 +91,12 @@ def _chunked_backward(z_loss, logits_dtype, vocabulary_axis, gradients, cotangen
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
-def _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary_axis, *, with_gradients) -> Any:
+@jax.named_scope("loss_head")
+def _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, axes, *, with_gradients) -> Any:
     batch, rows, _ = hidden.shape
     head_dtype, head = head.dtype, head.astype(hidden.dtype)
+    if axes.width is not None:
+        head = jax.lax.all_gather(head, axes.width, axis=0, tiled=True)
     chunks = min(rows, max(_MIN_CHUNKS, -(-batch * rows // _CHUNK_ROWS)))
     chunk_rows = -(-rows // chunks)
     chunks = -(-rows // chunk_rows)
@@ -101,7 +110,7 @@ def _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary
         objective, entropy, d_head = carry
         h, label, weight = chunk
         logits = jnp.einsum("bpd,dv->bpv", h, head, preferred_element_type=logits_dtype)
-        normaliser, label_logit, probability, is_label = _softmax(logits, label, vocabulary_axis)
+        normaliser, label_logit, probability, is_label = _softmax(logits, label, axes.vocabulary)
         nll = normaliser - label_logit
         entropy += (weight * nll).sum()
         objective += (weight * (nll + z_loss * normaliser**2)).sum()
@@ -118,11 +127,13 @@ def _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, vocabulary
     d_head: Any = jnp.zeros(head.shape, jnp.float32) if with_gradients else None
     carry, d_chunks = jax.lax.scan(step, (zero, zero, d_head), (split(hidden), split(labels), split(weights)))
     objective, entropy, d_head = carry
-    if vocabulary_axis is not None:
-        shares = jax.lax.axis_size(vocabulary_axis)
+    if axes.vocabulary is not None:
+        shares = jax.lax.axis_size(axes.vocabulary)
         objective, entropy = objective / shares, entropy / shares
     if not with_gradients:
         return (objective, entropy), None
+    if axes.width is not None:
+        d_head = jax.lax.psum_scatter(d_head, axes.width, scatter_dimension=0, tiled=True)
     d_hidden = jnp.moveaxis(d_chunks, 0, 1).reshape(batch, chunks * chunk_rows, -1)[:, :rows]
     return (objective, entropy), (d_hidden, d_head.astype(head_dtype))
 

@@ -15,7 +15,9 @@ from orthros_jax.config import Config, ConfigError, MeshConfig, ModelConfig
 MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
-# Logical axis -> mesh axis.
+# Logical axis -> mesh axis. Matrices that write to the residual stream are cut along the axis that they contract: the
+# TPU compiler makes a reduce-scatter of a gradient that is cut along its first axes, but an all-reduce of the whole
+# gradient where it is cut along the last.
 _RULES = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -23,6 +25,9 @@ _RULES = {
     "model": "fsdp",
     "head": None,
     "fused": None,
+    "head_in": "fsdp",
+    "ffn_in": ("tensor", "fsdp"),
+    "residual": None,
     "norm": None,
 }
 
@@ -35,11 +40,11 @@ _PARAMETER_AXES = {
     ("key", "kernel"): ("model", "heads", "head"),
     ("value", "kernel"): ("model", "heads", "head"),
     ("query_key_value", "kernel"): ("model", "heads", "fused", "head"),
-    ("output", "kernel"): ("heads", "head", "model"),
+    ("output", "kernel"): ("heads", "head_in", "residual"),
     ("gate", "kernel"): ("model", "ffn"),
     ("up", "kernel"): ("model", "ffn"),
     ("gate_up", "kernel"): ("model", "fused", "ffn"),
-    ("down", "kernel"): ("ffn", "model"),
+    ("down", "kernel"): ("ffn_in", "residual"),
     ("head", "kernel"): ("model", "vocab"),
     ("scale",): ("norm",),
     ("gamma",): ("heads", "head"),
@@ -100,12 +105,18 @@ def check_model_divisible(model: ModelConfig, mesh: Mesh) -> None:
         ("ffn_dim", "tensor", tensor),
         ("vocab_size", "tensor", tensor),
         ("model_dim", "fsdp", fsdp),
+        ("head_dim", "fsdp", fsdp),
     ):
         if getattr(model, key) % size:
             raise ConfigError(
                 f"mesh.{axis}",
                 f"{size} does not divide model.{key} {getattr(model, key)}; choose a divisor of it",
             )
+    if model.ffn_dim % (fsdp * tensor):
+        raise ConfigError(
+            "mesh.fsdp",
+            f"{fsdp} x mesh.tensor {tensor} does not divide model.ffn_dim {model.ffn_dim}; choose a divisor of it",
+        )
 
 
 def parameter_spec(path: tuple[str, ...], ndim: int) -> P:
@@ -113,7 +124,7 @@ def parameter_spec(path: tuple[str, ...], ndim: int) -> P:
     axes = next((axes for name, axes in _PARAMETER_AXES.items() if path[-len(name) :] == name), None)
     if axes is None:
         raise KeyError(f"no sharding for parameter {'/'.join(path)}")
-    mesh_axes = [_RULES[axis] for axis in axes]
+    mesh_axes: list = [_RULES[axis] for axis in axes]
     return P(*[None] * (ndim - len(axes)), *mesh_axes)
 
 
@@ -135,14 +146,18 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def constrain_rows(x: jax.Array) -> jax.Array:
     """Keeps activations [B, ...] split over the batch axes, so that the compiler gathers weights instead of rows."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if not mesh_is_set():
         return x
     return jax.lax.with_sharding_constraint(x, P(BATCH_AXES))
 
 
+def mesh_is_set() -> bool:
+    """Whether the code being traced runs under a mesh (`jax.set_mesh`)."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
 def on_each_device(function, in_specs, out_specs):
     """`function` on each device's own part of its arguments; as it is where no mesh is set (`jax.set_mesh`)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if not mesh_is_set():
         return function
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)

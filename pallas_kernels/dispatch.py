@@ -1,13 +1,31 @@
 """The choice of a backend, shared by every operation: what `impl` means and how the choice is logged."""
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import ModuleType
 
 import jax
 
 _logger = logging.getLogger("pallas_kernels")
+_target: ContextVar[jax.Device | None] = ContextVar("target", default=None)
+
+
+def target_device() -> jax.Device:
+    """The device that backends are chosen for: the one of `compiling_for`, else the default device."""
+    return _target.get() or jax.devices()[0]
+
+
+@contextlib.contextmanager
+def compiling_for(device: jax.Device) -> Iterator[None]:
+    """Inside, backends are chosen for `device`, which this machine need not have."""
+    token = _target.set(device)
+    try:
+        yield
+    finally:
+        _target.reset(token)
 
 
 def choose_backend(
@@ -48,8 +66,8 @@ def log_once(message: str) -> None:
 
 
 def why_not_nvidia_gpu(capability: float) -> str | None:
-    """Reason why the default device is no NVIDIA GPU of at least this compute capability, or None."""
-    device = jax.devices()[0]
+    """Reason why the target device is no NVIDIA GPU of at least this compute capability, or None."""
+    device = target_device()
     if "cuda" not in device.client.platform_version:
         return f"it needs an NVIDIA GPU, and the device is {device.device_kind}"
     if float(device.compute_capability) < capability:

@@ -96,10 +96,10 @@ def test_the_table_by_hand():
     assert specs["head/kernel"] == ("fsdp", "tensor")
     assert specs["layers/attention/query/kernel"] == (None, "fsdp", "tensor", None)
     assert specs[f"{attention}/key/kernel"] == ("fsdp", "tensor", None)
-    assert specs[f"{attention}/output/kernel"] == ("tensor", None, "fsdp")
+    assert specs[f"{attention}/output/kernel"] == ("tensor", "fsdp", None)
     assert specs[f"{attention}/scale_offset_output/gamma"] == ("tensor", None)
     assert specs["layers/ffn/gate/kernel"] == (None, "fsdp", "tensor")
-    assert specs["layers/ffn/down/kernel"] == (None, "tensor", "fsdp")
+    assert specs["layers/ffn/down/kernel"] == (None, ("tensor", "fsdp"), None)
     assert specs["layers/ffn_norm/scale"] == (None, None)
     assert specs["final_norm/scale"] == (None,)
 
@@ -153,6 +153,8 @@ def test_a_batch_that_does_not_divide(batch, accumulation, nearest):
         ((4, 1, 2), {"ffn_dim": 25}, "mesh.tensor: 2 does not divide model.ffn_dim 25"),
         ((4, 1, 2), {"vocab_size": 49}, "mesh.tensor: 2 does not divide model.vocab_size 49"),
         ((1, 8, 1), {"model_dim": 20}, "mesh.fsdp: 8 does not divide model.model_dim 20"),
+        ((1, 8, 1), {"head_dim": 12}, "mesh.fsdp: 8 does not divide model.head_dim 12"),
+        ((1, 4, 2), {"ffn_dim": 12}, "mesh.fsdp: 4 x mesh.tensor 2 does not divide model.ffn_dim 12"),
     ],
 )
 def test_a_model_that_the_mesh_does_not_cut(axes, changes, message):

@@ -7,7 +7,10 @@ from orthros_jax.config import Config, ConfigError, to_dict
 from orthros_jax.data.dataset import TokenDataset
 
 # The arrays of a checkpoint have the shape that these give them, or stand for something else under other values.
-_MODEL_MAY_CHANGE = {"attention_impl", "remat", "compute_dtype", "statistics_dtype", "max_sequence_length", "init_std"}
+_MODEL_MAY_CHANGE = {
+    *("attention_impl", "remat", "unroll", "float8", "compute_dtype", "statistics_dtype"),
+    *("max_sequence_length", "init_std"),
+}
 # The data cursor counts windows in the order that these define.
 _DATA_KEPT = ("weights", "sequence_length", "shuffle")
 

@@ -107,7 +107,11 @@ def make_program(config: Config, schedule_steps: int) -> Program:
         return TrainState(step, samples, skipped, in_a_row, params, optimizer.init(params), ema)
 
     def losses(params, batch: Batch) -> tuple[LossSums, streams.Layout]:
-        layout, targets = streams.pretraining(batch["tokens"], batch["segment_ids"])
+        rows = batch["tokens"], batch["segment_ids"]
+        if "scores" in batch:
+            layout, targets = streams.sampled_pretraining(*rows, batch["scores"], output_rows(config))
+        else:
+            layout, targets = streams.pretraining(*rows)
         model = nnx.merge(graph, params)
         hidden = model(layout)
         sums = cross_entropy(
@@ -138,17 +142,21 @@ def make_program(config: Config, schedule_steps: int) -> Program:
         return jax.lax.scan(add, zeros, micro_batches)[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        if output_rows(config) < config.data.sequence_length:
+            key = jax.random.fold_in(jax.random.key(config.training.seed), state.samples)
+            batch = batch | {"scores": jax.random.uniform(key, batch["tokens"][:, 1:].shape)}
         gradients, (entropy, weight, context_pairs, output_pairs, documents) = sums_and_gradients(state.params, batch)
-        gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1), gradients)
-        grad_norm = optax.tree.norm(gradients)
-        is_finite = jnp.isfinite(entropy) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = None if state.ema is None else update_ema(state.ema, params, config.optimizer.ema_decay)
-        # Selected on the device: the host reads the metrics of a step only after it has dispatched the next one.
-        kept = (params, opt_state, ema, state.step + 1, jnp.zeros_like(state.skipped_in_a_row))
-        before = (state.params, state.opt_state, state.ema, state.step, state.skipped_in_a_row + 1)
-        params, opt_state, ema, step, in_a_row = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), kept, before)
+        with jax.named_scope("optimizer"):
+            gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1), gradients)
+            grad_norm = optax.tree.norm(gradients)
+            is_finite = jnp.isfinite(entropy) & jnp.isfinite(grad_norm)
+            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            ema = None if state.ema is None else update_ema(state.ema, params, config.optimizer.ema_decay)
+            # Selected on the device: the host reads the metrics of a step only after it has dispatched the next one.
+            kept = (params, opt_state, ema, state.step + 1, jnp.zeros_like(state.skipped_in_a_row))
+            before = (state.params, state.opt_state, state.ema, state.step, state.skipped_in_a_row + 1)
+            params, opt_state, ema, step, in_a_row = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), kept, before)
         skipped = state.skipped + jnp.where(is_finite, 0, 1)
         samples = state.samples + batch["tokens"].shape[0]
         metrics = StepMetrics(
@@ -170,6 +178,11 @@ def make_program(config: Config, schedule_steps: int) -> Program:
         return losses(params, batch)[0]
 
     return Program(init, start, train_step, eval_step, graph)
+
+
+def output_rows(config: Config) -> int:
+    """Output rows P of each training sequence."""
+    return max(1, round(config.training.output_fraction * config.data.sequence_length))
 
 
 def _split_batch(x: jax.Array, parts: int) -> jax.Array:

@@ -1,7 +1,6 @@
 """The one training loop: start or resume, step, report, evaluate, save, stop."""
 
 import contextlib
-import logging
 import math
 import os
 import sys
@@ -31,11 +30,13 @@ from orthros_jax.data.storage import DISK_FULL, folder_lock
 from orthros_jax.errors import UserError
 from orthros_jax.inference.sample import sample_continuation
 from orthros_jax.model.flops import forward_flops
-from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, state_shardings
+from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible
 from orthros_jax.training import report
 from orthros_jax.training.checkpoint import Checkpoints, read_metadata
+from orthros_jax.training.compiler import compiler_options, use_device_memory
 from orthros_jax.training.evaluation import evaluate
 from orthros_jax.training.interrupt import StopSignal
+from orthros_jax.training.lowering import abstract_state, kernel_log_shown, lower_eval_step, lower_train_step
 from orthros_jax.training.metrics import MetricsWriter, peak_flops_per_second, read_metrics
 from orthros_jax.training.progress import Progress
 from orthros_jax.training.resume import (
@@ -44,7 +45,7 @@ from orthros_jax.training.resume import (
     data_identity,
     keep_from_first_start,
 )
-from orthros_jax.training.step import Batch, Program, StepMetrics, TrainState, make_program
+from orthros_jax.training.step import Batch, Program, StepMetrics, TrainState, make_program, output_rows
 from orthros_jax.training.watchdog import Watchdog
 
 
@@ -71,6 +72,7 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
     newest = read_metadata(checkpoint_dir)
     saved = newest[1] if newest else None
     config = keep_from_first_start(config, saved)
+    use_device_memory()
     mesh = build_mesh(config.mesh)
     check_divisible(config, mesh)
     prepare_if_missing(config.data)
@@ -81,7 +83,7 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disk_full_explained(config.run_dir))
-        stack.enter_context(_kernel_log_shown())
+        stack.enter_context(kernel_log_shown())
         if jax.process_index() == 0:
             _make_run_dir(Path(config.run_dir))
             busy = "another process trains in this folder; wait for it, or choose another run_dir"
@@ -168,25 +170,6 @@ def _disk_full_explained(run_dir: str) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _kernel_log_shown() -> Iterator[None]:
-    """Shows which attention backend `auto` takes, and why not another: part of what a run is."""
-    logger, handler = logging.getLogger("pallas_kernels"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("Kernel   %(message)s"))
-    before = logger.level, logger.propagate
-    if jax.process_index() == 0:
-        logger.addHandler(handler)
-        # A handler of the root logger, which libraries install, would print the line again.
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
-
-
 def _restore_or_init(
     program: Program, config: Config, mesh: Mesh, checkpoints: Checkpoints, is_imported: bool
 ) -> tuple[TrainState, float]:
@@ -194,14 +177,10 @@ def _restore_or_init(
 
     An imported model has parameters alone, with which a fresh state starts.
     """
-    key = jax.random.key(config.training.seed)
-    abstract = jax.eval_shape(program.init, key)
-    shardings = state_shardings(abstract, mesh)
-    target = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract, shardings
-    )
+    target = abstract_state(program, mesh)
     restored = checkpoints.restore({"params": target.params} if is_imported else target, partial=is_imported)
     if restored is not None and is_imported:
+        shardings = jax.tree.map(lambda x: x.sharding, target)
         start = jax.jit(program.start, out_shardings=shardings, donate_argnums=0)
         return start(restored.state["params"]), 0.0
     if restored is not None:
@@ -211,7 +190,8 @@ def _restore_or_init(
             f"{checkpoints.directory}: no checkpoint can be read, of {', '.join(damaged)}; repair them, delete the "
             "folder to start this run anew, or start another with another run_dir"
         )
-    return jax.jit(program.init, out_shardings=shardings)(key), 0.0
+    shardings = jax.tree.map(lambda x: x.sharding, target)
+    return jax.jit(program.init, out_shardings=shardings)(jax.random.key(config.training.seed)), 0.0
 
 
 class _Pending(NamedTuple):
@@ -294,7 +274,8 @@ class _Run:
 
     def _make_steps(self) -> None:
         config = self.config
-        train_step = self._compile(jax.jit(self.program.train_step, donate_argnums=0), self.state)
+        self.watchdog.at("compiling")
+        train_step = lower_train_step(self.program, config, self.mesh, self.state).compile(compiler_options(self.mesh))
         batches = training_batches(
             config.data,
             batch_size=config.training.batch_size,
@@ -341,7 +322,8 @@ class _Run:
         now = time.perf_counter()
         batch = self.config.training.batch_size
         rows = batch * self.config.data.sequence_length
-        flops = 3 * self._forward_flops.total(rows, rows, metrics.context_pairs, metrics.output_pairs)
+        outputs = batch * output_rows(self.config)
+        flops = 3 * self._forward_flops.total(rows, outputs, metrics.context_pairs, metrics.output_pairs)
         self.flops += flops
         interval = self._interval
         interval.steps += 1
@@ -404,7 +386,9 @@ class _Run:
         params = self.state.params if self.state.ema is None else self.state.ema
         batch_size = config.training.batch_size // config.training.accumulation
         if self._eval_step is None:
-            self._eval_step = self._compile(jax.jit(self.program.eval_step), params, batch_size)
+            self.watchdog.at("compiling")
+            lowered = lower_eval_step(self.program, config, self.mesh, params, batch_size)
+            self._eval_step = lowered.compile(compiler_options(self.mesh))
         batches = evaluation_batches(
             config.data, batch_size=batch_size, process_index=jax.process_index(), process_count=jax.process_count()
         )
@@ -459,20 +443,6 @@ class _Run:
         self.progress.message(f"Sample:\n{settings.sample_prompt}{tokenizer.decode(ids.tolist())}\n")
 
     # Devices
-
-    def _compile(self, function, state, batch_size: int | None = None):
-        """Compiles ahead of the first call, so that a long compilation is known as such."""
-        self.watchdog.at("compiling")
-        size = (batch_size or self.config.training.batch_size, self.config.data.sequence_length + 1)
-        rows = jax.ShapeDtypeStruct(size, np.int32, sharding=batch_sharding(self.mesh))
-        batch = {"tokens": rows, "segment_ids": rows}
-        try:
-            lowered = function.lower(state, batch)
-        except NotImplementedError as error:
-            if self.config.model.attention_impl == "auto":
-                raise
-            raise ConfigError("model.attention_impl", f"{error}; auto takes one that works") from error
-        return lowered.compile()
 
     def _to_devices(self, batch: dict[str, np.ndarray]) -> Batch:
         sharding = batch_sharding(self.mesh)

@@ -3,7 +3,8 @@
 Letters: B batch, T rows of the sequence, P output rows, N query heads, K key/value heads (K divides N), H
 head size.
 
-The backend is chosen while tracing, for the platform of `jax.default_backend()`.
+The backend is chosen while tracing, for the first of `jax.devices()` or the device of
+`pallas_kernels.dispatch.compiling_for`.
 """
 
 from typing import Literal

@@ -17,7 +17,7 @@ from pallas_kernels.dual_stream_attention.mask import Stream
 def unsupported(
     streams: tuple[Stream, ...], k: jax.Array, segment_ids: jax.Array | None, deterministic: bool
 ) -> str | None:
-    """Reason why cuDNN cannot do the call on the default device, or None."""
+    """Reason why cuDNN cannot do the call on the device that is compiled for, or None."""
     del deterministic
     head_size = k.shape[-1]
     no_gpu = why_not_nvidia_gpu(8.0)

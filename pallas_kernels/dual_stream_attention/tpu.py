@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.dispatch import target_device
 from pallas_kernels.dual_stream_attention import tpu_sparse, tpu_window
 from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_ranges
 from pallas_kernels.dual_stream_attention.tpu_key_gradient import Rows, StreamGradient, key_value_gradients
@@ -23,10 +24,10 @@ from pallas_kernels.dual_stream_attention.tpu_tiles import Visits, block_size, k
 def unsupported(
     streams: tuple[Stream, ...], k: jax.Array, segment_ids: jax.Array | None, deterministic: bool
 ) -> str | None:
-    """Reason why the kernels cannot do the call on the default device, or None."""
+    """Reason why the kernels cannot do the call on the device that is compiled for, or None."""
     del streams, segment_ids, deterministic
     head_size = k.shape[-1]
-    device = jax.devices()[0]
+    device = target_device()
     if device.platform != "tpu":
         return f"it needs a TPU, and the device is {device.device_kind}"
     if k.dtype == jnp.float16:

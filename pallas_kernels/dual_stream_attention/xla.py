@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.dispatch import target_device
 from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_ranges
 
 
@@ -155,7 +156,7 @@ def _for_key_blocks(start, end, num_blocks, block, body, init):
 
 def _block_size(length):
     # On a CPU small blocks skip more of the mask and their products are no slower (measured: 64 to 256).
-    return min(length, 64 if jax.default_backend() == "cpu" else 128)
+    return min(length, 64 if target_device().platform == "cpu" else 128)
 
 
 def _key_blocks(x):

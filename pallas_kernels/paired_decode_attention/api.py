@@ -6,7 +6,8 @@ The cache is [B, K, S, H]: the keys of one sequence and head are one contiguous 
 reads whole rows of memory in order, and the heads of a cache split over devices stay contiguous. A step writes
 only K short rows a sequence, so the write does not mind.
 
-The backend is chosen while tracing, for the platform of `jax.default_backend()`. Under a mesh, call the operation
+The backend is chosen while tracing, for the first of `jax.devices()` or the device of
+`pallas_kernels.dispatch.compiling_for`. Under a mesh, call the operation
 inside `jax.shard_map`, split over the batch, over the heads or over both.
 """
 

@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.dispatch import target_device
+
 _BLOCK_BYTES = 512 * 1024
 """Of keys, and of values: a step of the grid then takes longer than its overhead of about 0.35 us on any TPU."""
 
@@ -25,8 +27,8 @@ _LANES = 128
 
 
 def unsupported(q: jax.Array, k_cache: jax.Array) -> str | None:
-    """Reason why the kernel cannot do the call on the default device, or None."""
-    device = jax.devices()[0]
+    """Reason why the kernel cannot do the call on the device that is compiled for, or None."""
+    device = target_device()
     head_size = q.shape[3]
     if device.platform != "tpu":
         return f"it needs a TPU, and the device is {device.device_kind}"

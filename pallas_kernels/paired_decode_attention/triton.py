@@ -53,7 +53,7 @@ _CONFIGS = {
 
 
 def unsupported(q: jax.Array, k_cache: jax.Array) -> str | None:
-    """Reason why these kernels cannot do the call on the default device, or None."""
+    """Reason why these kernels cannot do the call on the device that is compiled for, or None."""
     rows, head_size = q.shape[1] * q.shape[2] // k_cache.shape[1], q.shape[3]
     no_gpu = why_not_nvidia_gpu(8.9 if k_cache.dtype == jnp.float8_e4m3fn else 8.0)
     if no_gpu is not None:
