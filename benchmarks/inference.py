@@ -196,7 +196,9 @@ def layer_estimate(config: ModelConfig, weights, length: int, chunk: int, batch:
     for hidden in (0, 1):
         part = dataclasses.replace(config, num_layers=hidden + 1)
         bench = Bench(
-            Engine(part, weights | {"layers": weights["layers"][:hidden]}, capacity=length, batch_size=batch, chunk=chunk)
+            Engine(
+                part, weights | {"layers": weights["layers"][:hidden]}, capacity=length, batch_size=batch, chunk=chunk
+            )
         )
         bench.run(min(length, 2 * chunk), 1)
         seconds.append(bench.run(length, 1).first_token)
@@ -220,7 +222,9 @@ def comparison(rows: list[dict[str, Any]]) -> dict[str, float] | None:
     if set(by_kind) != set(KIND_NAMES):
         return None
     ours, full = (by_kind[kind] for kind in KIND_NAMES)
-    found = {name: full[key] / ours[key] for name, key in (("ratio", "first_token_seconds"), ("of_operations", "operations"))}
+    found = {
+        name: full[key] / ours[key] for name, key in (("ratio", "first_token_seconds"), ("of_operations", "operations"))
+    }
     if "decode_step_ms" in full:
         found["pair_over_row"] = ours["decode_step_ms"] / full["decode_step_ms"]
     return found
@@ -237,7 +241,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=45, help="for the repeats of a length (default: %(default)s)")
     parser.add_argument("--longest-full", type=int, default=262144, help="(default: %(default)s tokens)")
-    parser.add_argument("--memory", type=float, default=120e9, help="bytes for weights and cache (default: %(default)s)")
+    parser.add_argument(
+        "--memory", type=float, default=120e9, help="bytes for weights and cache (default: %(default)s)"
+    )
     for name, ceiling in (("operations", 790e12), ("bytes", 4.3e12)):
         text = f"ceiling of the floor (default: {ceiling:.3g}, an H200's)"
         parser.add_argument(f"--{name}-per-second", type=float, default=ceiling, help=text)
@@ -257,7 +263,9 @@ def main(argv: list[str] | None = None) -> None:
         "rows": [],
         "comparisons": {},
     }
-    print(f"{result['device']}, JAX {result['versions']['jax']}, {result['date']}, commit {result['commit']}", flush=True)
+    print(
+        f"{result['device']}, JAX {result['versions']['jax']}, {result['date']}, commit {result['commit']}", flush=True
+    )
     weights = {"orthros": random_weights(configs["orthros"])}
     weights["transformer"] = single_stream(weights["orthros"])
     lengths = sorted(int(n) for n in arguments.lengths.split(","))

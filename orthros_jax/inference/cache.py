@@ -147,9 +147,7 @@ def write_chunk(
     return LayerCache(new_k, new_v, k_scale, v_scale)
 
 
-def write_token(
-    cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array, layout: CacheLayout
-) -> LayerCache:
+def write_token(cache: LayerCache, k: jax.Array, v: jax.Array, positions: jax.Array, layout: CacheLayout) -> LayerCache:
     """Writes one row a sequence, k and v [B, K, H], at its position [B], on the device that keeps it."""
     if layout.is_ring:
         slot = positions % layout.slots

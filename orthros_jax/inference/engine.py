@@ -76,7 +76,8 @@ class Engine:
         self.config, self.capacity, self.batch_size, self._mesh = config, capacity, batch_size, mesh
         if shards == 1:
             chunk = min(chunk, _power_of_two(capacity))
-        _check_context(config, chunk, shards)
+        if mesh is not None:
+            _check_mesh(config, mesh, chunk, batch_size)
         self._layout = cache_layout(config, capacity=capacity, chunk=chunk // shards, shards=shards, dtype=cache_dtype)
         self._rows = chunk
         self._weights = inference_weights(params, config, mesh)
@@ -85,16 +86,16 @@ class Engine:
             partial(programs.prefill_chunk, **static),
             static_argnames=("is_first",),
             donate_argnames=("state",),
-            compiler_options=_GPU_OPTIONS if jax.default_backend() == "gpu" else None,
+            **({"compiler_options": _GPU_OPTIONS} if jax.default_backend() == "gpu" else {}),
         )
         self._output = jax.jit(partial(programs.prefill_output, **static))
         self._decode = jax.jit(partial(programs.decode_token, **static), donate_argnames=("caches",))
-        self._allocate = jax.jit(self._empty_caches, out_shardings=self._sharding((cache_spec(self._layout),) * config.num_layers))
+        self._allocate = jax.jit(
+            self._empty_caches, out_shardings=self._sharding((cache_spec(self._layout),) * config.num_layers)
+        )
         self._start = jax.jit(self._empty_carry, out_shardings=self._sharding((rows_spec(self._layout), P(BATCH_AXES))))
 
-    def prefill(
-        self, tokens: np.ndarray, lengths: np.ndarray, cache: Cache | None = None
-    ) -> tuple[Cache, jax.Array]:
+    def prefill(self, tokens: np.ndarray, lengths: np.ndarray, cache: Cache | None = None) -> tuple[Cache, jax.Array]:
         """Reads a prompt for each sequence of the batch.
 
         Args:
@@ -188,11 +189,17 @@ class Engine:
         return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
-def _check_context(config: ModelConfig, chunk: int, shards: int) -> None:
+def _check_mesh(config: ModelConfig, mesh: Mesh, chunk: int, batch_size: int) -> None:
+    """Refuses what the mesh does not cut into equal parts."""
+    shards, tensor, data = (mesh.shape.get(name, 1) for name in ("context", "tensor", "data"))
+    for name in ("num_kv_heads", "ffn_dim", "vocab_size"):
+        if getattr(config, name) % tensor:
+            raise UserError(f"a tensor axis of {tensor} does not divide {name} {getattr(config, name)}")
+    if batch_size % data:
+        raise UserError(f"a batch of {batch_size} over {data} devices is not the same number for each")
     if shards == 1:
         return
-    kind = KINDS[config.kind](config)
-    if not kind.doubled:
+    if not KINDS[config.kind](config).doubled:
         raise UserError(f"a prompt can be cut over a context axis for kind orthros only, not for {config.kind}")
     if chunk % shards or chunk // shards < halo_rows(config):
         raise UserError(

@@ -15,6 +15,7 @@ from orthros_jax.model.attention import Attention
 from orthros_jax.model.language_model import Layer
 from orthros_jax.model.layers import Linear, apply_rope
 
+
 class FusedAttention(Attention):
     """Attention whose first stream's queries, keys and values come from one product.
 
@@ -28,7 +29,9 @@ class FusedAttention(Attention):
         query = "query" if hasattr(self, "query") else "query_output" if last else "query_context"
         for name in (query, "key", "value"):
             delattr(self, name)
-        self.query_key_value = Linear((config.model_dim,), (config.num_kv_heads, self.group + 2, config.head_dim), config, rngs)
+        self.query_key_value = Linear(
+            (config.model_dim,), (config.num_kv_heads, self.group + 2, config.head_dim), config, rngs
+        )
 
     def project(self, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [B, T, N, H] and keys and values [B, T, K, H] of normalised rows [B, T, D], as the product makes them."""
@@ -74,4 +77,3 @@ def fuse(layer: dict[str, Any], *, last: bool) -> dict[str, Any]:
         "attention": attention | {"query_key_value": {"kernel": kernel}},
         "ffn": ffn | {"gate_up": {"kernel": gate_up}},
     }
-
