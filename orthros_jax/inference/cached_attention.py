@@ -88,7 +88,7 @@ def token_attention(
     lengths: jax.Array,
     *,
     windows: tuple[int | None, ...],
-    written: tuple[jax.Array, jax.Array] | None,
+    new: tuple[jax.Array, jax.Array] | None,
     config: ModelConfig,
     layout: CacheLayout,
 ) -> tuple[jax.Array, LayerCache]:
@@ -98,21 +98,21 @@ def token_attention(
       q: [B, R, N, H] queries of rows at position lengths - 1; with two, the context row comes first.
       lengths: [B] int32, tokens of each sequence, the new one included.
       windows: keys that each row sees, None for all.
-      written: k and v [B, 1, K, H] of the new tokens.
+      new: k and v [B, 1, K, H] of the new tokens.
 
     Returns:
       Output [B, R, N, H] and the cache.
     """
 
-    def operation(q, cache, lengths, written):
-        if written is not None:
-            k, v = (x[:, 0] for x in written)
+    def operation(q, cache, lengths, new):
+        if new is not None:
+            k, v = (x[:, 0] for x in new)
             cache = write_token(cache, k, v, lengths - 1, layout)
         return _token_attention(q, cache, lengths, windows, config, layout), cache
 
     caches = cache_spec(layout)
-    in_specs = (_HEADS, caches, _SEQUENCES, None if written is None else (_HEADS, _HEADS))
-    return on_each_device(operation, in_specs, (_HEADS, caches))(q, cache, lengths, written)
+    in_specs = (_HEADS, caches, _SEQUENCES, None if new is None else (_HEADS, _HEADS))
+    return on_each_device(operation, in_specs, (_HEADS, caches))(q, cache, lengths, new)
 
 
 def _full_attention(q, k, v, cache, start, config, *, is_first):

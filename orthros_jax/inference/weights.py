@@ -52,11 +52,14 @@ def weight_shapes(config: ModelConfig) -> Weights:
     return rest | {"layers": (hidden,) * (config.num_layers - 1)}
 
 
-def merge(weights: Weights, config: ModelConfig) -> tuple[list[Layer], LanguageModel]:
-    """The hidden layers, and a model that has all the rest: embedding, last layer, final norm and head."""
-    (hidden, _), (rest, _) = _graphs(config)
-    layers = [nnx.merge(hidden, tree) for tree in weights["layers"]]
-    return layers, nnx.merge(rest, {name: tree for name, tree in weights.items() if name != "layers"})
+def hidden_layer(tree: dict[str, Any], config: ModelConfig) -> Layer:
+    """A hidden layer with its parameters."""
+    return nnx.merge(_graphs(config)[0][0], tree)
+
+
+def outer_model(weights: Weights, config: ModelConfig) -> LanguageModel:
+    """A model that has all but the hidden layers: embedding, last layer, final norm and head."""
+    return nnx.merge(_graphs(config)[1][0], {name: tree for name, tree in weights.items() if name != "layers"})
 
 
 @functools.cache
@@ -73,7 +76,7 @@ def _graphs(config: ModelConfig):
 
 
 def _place(path, x, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
-    names = tuple(key.key for key in path)
+    names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
     sharding = None if mesh is None else NamedSharding(mesh, parameter_spec(names, x.ndim))
     return jax.device_put(x, sharding).astype(_dtype(path, x.dtype, config))
 
