@@ -118,8 +118,8 @@ def generate(
     drawn = sample(logits, settings, 0, vocab_size=tokenizer.vocab_size)
     steps, times, tokens = 0, [started], 0  # times[n] is when n tokens of each sequence were there
     while True:
-        # From the second token on, the next step is dispatched before the host reads the tokens of this one, so that the
-        # device never waits. It is in vain where they turn out to be the last. The first token waits for nothing.
+        # From the second token on, the next step is dispatched before the host reads the tokens of this one, so that
+        # the device never waits. It is in vain where they turn out to be the last. The first token waits for nothing.
         ahead = None
         if steps and any(row.goes_on(steps) for row in rows):
             cache, ahead = step(cache, drawn, steps)
