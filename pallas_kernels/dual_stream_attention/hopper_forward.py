@@ -37,7 +37,7 @@ _WARPGROUPS = 2
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, tiles: RowTiles, *, scale: float, block: int = 128, stages: int = 2
+    q: jax.Array, k: jax.Array, v: jax.Array, tiles: RowTiles, *, scale: float, block: int, stages: int
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, P, N, H] and log-sum-exp to base 2 [B, N, P] of one stream.
 
