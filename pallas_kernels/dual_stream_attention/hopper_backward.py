@@ -31,7 +31,7 @@ from pallas_kernels.dual_stream_attention.hopper_pipeline import (
     zeros,
 )
 from pallas_kernels.dual_stream_attention.hopper_tiles import WARPGROUP_ROWS as ROWS
-from pallas_kernels.dual_stream_attention.hopper_tiles import BLOCK_ROWS, RowTiles
+from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles
 
 _WARPGROUPS = 2
 
@@ -288,10 +288,8 @@ def _key_kernel(
             rows = pl.ds(index * ROWS, ROWS)
             is_whole = first_key >= whole_ref[range_batch, index, 0]
             is_whole &= first_key + ROWS <= whole_ref[range_batch, index, 1]
-            # Both warpgroups take part in a product with all keys of the block, whoever of them the rows see.
-            first_seen, num_seen = (first_key, ROWS) if query_sum_ref is None else (tile * BLOCK_ROWS, BLOCK_ROWS)
-            is_seen = first_seen + num_seen > seen_ref[range_batch, index, 0]
-            is_seen &= first_seen < seen_ref[range_batch, index, 1]
+            is_seen = first_key + ROWS > seen_ref[range_batch, index, 0]
+            is_seen &= first_key < seen_ref[range_batch, index, 1]
             q_tile, d_out_tile = q_smem.at[slot], d_out_smem.at[slot]
             plgpu.barrier_wait(row_ready[0].at[slot])
             plgpu.barrier_wait(row_ready[1].at[slot])
@@ -305,7 +303,7 @@ def _key_kernel(
                 plgpu.barrier_arrive(row_free[0].at[slot])
                 plgpu.barrier_arrive(row_free[1].at[slot])
 
-            def accumulate(refs, count):
+            def accumulate(refs):
                 dk_ref, dv_ref = refs
 
                 def transposed(scores_ref, d_weights_ref):
@@ -321,30 +319,26 @@ def _key_kernel(
                     delta = load(delta_smem.at[slot], COLUMN) if delta is None else delta
                     d_scores = (weights * (d_weights - across(delta, s.shape))).astype(k_tile.dtype)
                     if query_sum_ref is not None:
-                        query_scratch[0].at[lax.rem(count, jnp.int32(2)), warpgroup][...] = d_scores
+                        query_scratch[0].at[lax.rem(number, jnp.int32(2)), warpgroup][...] = d_scores
                     # The copies that refill the stage must come after the reads of its row statistics.
                     plgpu.commit_smem()
                     plgpu.wgmma(dk_ref, d_scores, q_tile)
                     if query_sum_ref is not None:
-                        add_query_gradient(query_sum_ref.at[batch, rows, head], count, release)
+                        add_query_gradient(query_sum_ref.at[batch, rows, head], number, release)
 
                 pl.run_scoped(transposed, *[Accumulator((ROWS, ROWS), jnp.float32)] * 2)
 
             def add(carry):
-                dk, dv, count = carry
-                run = pl.run_state(functools.partial(accumulate, count=count))
-                dk, dv = run((Accumulator.init(dk), Accumulator.init(dv)))
-                if query_sum_ref is None:
-                    release()
-                return dk, dv, count + 1
+                return tuple(pl.run_state(accumulate)(tuple(Accumulator.init(x) for x in carry)))
 
-            def skip(carry):
-                release()
-                return carry
+            if query_sum_ref is not None:
+                # Also where none of its own keys is seen: both warpgroups take part in the query gradient of a step.
+                return add(carry)
+            carry = lax.cond(is_seen, add, lambda carry: carry, carry)
+            release()
+            return carry
 
-            return lax.cond(is_seen, add, skip, carry)
-
-        def add_query_gradient(sum_ref, count, release):
+        def add_query_gradient(sum_ref, number, release):
             """Adds the product of all score gradients of the step and its keys: this warpgroup, its half of the columns.
 
             The score gradients of a step stay until the other warpgroup has come to the step after the next.
@@ -357,7 +351,7 @@ def _key_kernel(
 
             def weighted_keys(part_ref):
                 for other in range(_WARPGROUPS):
-                    d_scores = d_scores_smem.at[lax.rem(count, jnp.int32(2)), other]
+                    d_scores = d_scores_smem.at[lax.rem(number, jnp.int32(2)), other]
                     plgpu.wgmma(part_ref, d_scores.transpose((1, 0)), kv_smem[0].at[other, :, columns])
                 return part_ref[...]
 
@@ -368,7 +362,7 @@ def _key_kernel(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(part_smem.at[warpgroup], sum_ref.at[:, columns], reduction_op="add")
 
-        dk, dv, _ = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE), jnp.int32(0)))
+        dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
         if num_summed:
             # The other warpgroup may still read the keys that dk is about to replace.
             plgpu.barrier_arrive(query_scratch[2])
