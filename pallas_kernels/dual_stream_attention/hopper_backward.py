@@ -180,18 +180,18 @@ def key_gradients(
     deltas: tuple[jax.Array, ...],
     k: jax.Array,
     v: jax.Array,
+    sum_queries: tuple[bool, ...],
     *,
     scale: float,
     stages: int,
     delta_last: bool,
-    num_summed: int = 0,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     """Gradients of keys and values, and of the queries of some streams, from one pass over the pairs of tiles.
 
     Args:
+        sum_queries: for which streams the gradient of the queries is summed as well (H = 128 alone).
         stages: row tiles in flight.
         delta_last: delta is read after the gradient of the weights is there, which needs fewer registers.
-        num_summed: of so many streams, the last ones, the gradient of the queries is summed as well (H = 128 alone).
 
     Returns:
         The gradients of these queries over `scale`, float32 [B, P, N, H], summed in no fixed order; dk and dv
@@ -209,7 +209,7 @@ def key_gradients(
         scale=scale,
         stages=stages,
         delta_last=delta_last,
-        num_summed=num_summed,
+        sum_queries=sum_queries,
     )
     query_scratch = (
         tile_of((2, _WARPGROUPS, ROWS, ROWS)),
@@ -229,7 +229,7 @@ def key_gradients(
             ((tile_of((stages, ROWS, head_size)), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
             (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2,
             (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
-            *(query_scratch if num_summed else ()),
+            *(query_scratch if any(sum_queries) else ()),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
@@ -237,7 +237,7 @@ def key_gradients(
     def run(refs):
         call(arrays, k, v, *refs)
 
-    sums = tuple(jnp.zeros(s.q.shape, jnp.float32) for s in streams[len(streams) - num_summed :])
+    sums = tuple(jnp.zeros(s.q.shape, jnp.float32) for s, summed in zip(streams, sum_queries, strict=True) if summed)
     sums, dk, dv = pl.run_state(run)((sums, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)))
     return sums, dk, dv
 
@@ -245,12 +245,13 @@ def key_gradients(
 def _key_kernel(
     streams, k_ref, v_ref, query_sum_refs, dk_ref, dv_ref,
     kv_smem, kv_ready, row_smem, row_ready, row_free, *query_scratch,
-    group, scale, stages, delta_last, num_summed,
+    group, scale, stages, delta_last, sum_queries,
 ):  # fmt: skip
     warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     tile = lax.axis_index("tile")
     (q_smem, lse_smem), (d_out_smem, delta_smem) = row_smem
-    query_sum_refs = (None,) * (len(streams) - num_summed) + tuple(query_sum_refs)
+    remaining = iter(query_sum_refs)
+    query_sum_refs = [next(remaining) if summed else None for summed in sum_queries]
 
     def for_row_tiles(body, carry):
         """carry = body(stream, its sums, index of the sequence, head, row tile, running number, carry) over them all."""
@@ -363,7 +364,7 @@ def _key_kernel(
             plgpu.copy_smem_to_gmem(part_smem.at[warpgroup], sum_ref.at[:, columns], reduction_op="add")
 
         dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
-        if num_summed:
+        if any(sum_queries):
             # The other warpgroup may still read the keys that dk is about to replace.
             plgpu.barrier_arrive(query_scratch[2])
             plgpu.barrier_wait(query_scratch[2])
