@@ -254,7 +254,7 @@ def _key_kernel(
     query_sum_refs = [next(remaining) if summed else None for summed in sum_queries]
 
     def for_row_tiles(body, carry):
-        """carry = body(stream, its sums, index of the sequence, head, row tile, running number, carry) over them all."""
+        """carry = body(stream, its sum, index of the sequence, head, row tile, running number, carry) over them all."""
         number = jnp.int32(0)
         for stream, query_sum_ref in zip(streams, query_sum_refs, strict=True):
             tile_range_ref = stream[8]
@@ -340,7 +340,7 @@ def _key_kernel(
             return carry
 
         def add_query_gradient(sum_ref, number, release):
-            """Adds the product of all score gradients of the step and its keys: this warpgroup, its half of the columns.
+            """Adds the product of all score gradients of a step and the keys; a warpgroup has its half of the columns.
 
             The score gradients of a step stay until the other warpgroup has come to the step after the next.
             """
