@@ -184,14 +184,12 @@ def key_gradients(
     *,
     scale: float,
     stages: int,
-    delta_last: bool,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     """Gradients of keys and values, and of the queries of some streams, from one pass over the pairs of tiles.
 
     Args:
         sum_queries: for which streams the gradient of the queries is summed as well (H = 128 alone).
         stages: row tiles in flight.
-        delta_last: delta is read after the gradient of the weights is there, which needs fewer registers.
 
     Returns:
         The gradients of these queries over `scale`, float32 [B, P, N, H], summed in no fixed order; dk and dv
@@ -208,7 +206,6 @@ def key_gradients(
         group=streams[0].q.shape[2] // num_kv_heads,
         scale=scale,
         stages=stages,
-        delta_last=delta_last,
         sum_queries=sum_queries,
     )
     query_scratch = (
@@ -245,7 +242,7 @@ def key_gradients(
 def _key_kernel(
     streams, k_ref, v_ref, query_sum_refs, dk_ref, dv_ref,
     kv_smem, kv_ready, row_smem, row_ready, row_free, *query_scratch,
-    group, scale, stages, delta_last, sum_queries,
+    group, scale, stages, sum_queries,
 ):  # fmt: skip
     warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     tile = lax.axis_index("tile")
@@ -315,9 +312,9 @@ def _key_kernel(
                     s = lax.cond(is_whole, lambda s: s, mask, s)
                     weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
                     plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
-                    delta = None if delta_last else load(delta_smem.at[slot], COLUMN)
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    delta = load(delta_smem.at[slot], COLUMN) if delta is None else delta
+                    # So late because registers are short: two values a row, beside four tiles.
+                    delta = load(delta_smem.at[slot], COLUMN)
                     d_scores = (weights * (d_weights - across(delta, s.shape))).astype(k_tile.dtype)
                     if query_sum_ref is not None:
                         query_scratch[0].at[lax.rem(number, jnp.int32(2)), warpgroup][...] = d_scores
