@@ -35,6 +35,9 @@ from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles
 
 _WARPGROUPS = 2
 
+_FLOAT_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+"""How float32 tiles that TMA adds to global memory lie in shared memory."""
+
 
 class StreamResiduals(NamedTuple):
     """What the forward pass leaves of a stream, and its output's gradient.
@@ -50,7 +53,7 @@ class StreamResiduals(NamedTuple):
 
 
 def query_gradient(
-    stream: StreamResiduals, k: jax.Array, v: jax.Array, *, scale: float, block: int = 128, stages: int = 2
+    stream: StreamResiduals, k: jax.Array, v: jax.Array, *, scale: float, block: int, stages: int
 ) -> tuple[jax.Array, jax.Array]:
     """Gradient [B, P, N, H] of one stream's queries, and delta [B, N, P]: row sums of output times its gradient."""
     num_rows, num_heads, head_size = stream.q.shape[1:]
@@ -177,56 +180,89 @@ def key_gradients(
     deltas: tuple[jax.Array, ...],
     k: jax.Array,
     v: jax.Array,
+    sum_queries: tuple[bool, ...],
     *,
     scale: float,
-    stages: int = 2,
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group."""
+    stages: int,
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """Gradients of keys and values, and of the queries of some streams, from one pass over the pairs of tiles.
+
+    Args:
+        sum_queries: for which streams the gradient of the queries is summed as well (H = 128 alone).
+        stages: row tiles in flight.
+
+    Returns:
+        The gradients of these queries over `scale`, float32 [B, P, N, H], summed in no fixed order; dk and dv
+        [B, T, K, H], summed over all streams and heads of a group in a fixed order.
+    """
     batch, num_keys, num_kv_heads, head_size = k.shape
     tile_of = functools.partial(plgpu.SMEM, dtype=k.dtype, transforms=TRANSFORMS)
     arrays = tuple(
         (s.q, s.lse, s.d_out, delta, s.tiles.start, s.tiles.end, s.tiles.seen, s.tiles.whole, s.tiles.tiles_of_keys)
         for s, delta in zip(streams, deltas, strict=True)
     )
-    return plgpu.kernel(
-        functools.partial(_key_kernel, group=streams[0].q.shape[2] // num_kv_heads, scale=scale, stages=stages),
-        out_type=(k, v),
+    kernel = functools.partial(
+        _key_kernel,
+        group=streams[0].q.shape[2] // num_kv_heads,
+        scale=scale,
+        stages=stages,
+        sum_queries=sum_queries,
+    )
+    query_scratch = (
+        tile_of((2, _WARPGROUPS, ROWS, ROWS)),
+        plgpu.SMEM((_WARPGROUPS, ROWS, head_size // _WARPGROUPS), jnp.float32, transforms=_FLOAT_TRANSFORMS),
+        plgpu.Barrier(num_arrivals=_WARPGROUPS),
+    )
+    call = plgpu.kernel(
+        kernel,
+        out_type=(),
         grid=(num_kv_heads, num_keys // (_WARPGROUPS * ROWS), batch),
         grid_names=("head", "tile", "batch"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
             (tile_of((_WARPGROUPS, ROWS, head_size)),) * 2,
-            plgpu.Barrier(num_arrivals=2, num_barriers=_WARPGROUPS),
+            plgpu.Barrier(num_arrivals=_WARPGROUPS * 2, num_barriers=1),
             ((tile_of((stages, ROWS, head_size)), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
             (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2,
             (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
+            *(query_scratch if any(sum_queries) else ()),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )(arrays, k, v)
+    )
+
+    def run(refs):
+        call(arrays, k, v, *refs)
+
+    sums = tuple(jnp.zeros(s.q.shape, jnp.float32) for s, summed in zip(streams, sum_queries, strict=True) if summed)
+    sums, dk, dv = pl.run_state(run)((sums, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)))
+    return sums, dk, dv
 
 
 def _key_kernel(
-    streams, k_ref, v_ref, dk_ref, dv_ref,
-    kv_smem, kv_ready, row_smem, row_ready, row_free,
-    *, group, scale, stages,
+    streams, k_ref, v_ref, query_sum_refs, dk_ref, dv_ref,
+    kv_smem, kv_ready, row_smem, row_ready, row_free, *query_scratch,
+    group, scale, stages, sum_queries,
 ):  # fmt: skip
     warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     tile = lax.axis_index("tile")
     (q_smem, lse_smem), (d_out_smem, delta_smem) = row_smem
+    remaining = iter(query_sum_refs)
+    query_sum_refs = [next(remaining) if summed else None for summed in sum_queries]
 
     def for_row_tiles(body, carry):
-        """carry = body(stream, its index of the sequence, head, row tile, running number, carry) over all of them."""
+        """carry = body(stream, its sum, index of the sequence, head, row tile, running number, carry) over them all."""
         number = jnp.int32(0)
-        for stream in streams:
+        for stream, query_sum_ref in zip(streams, query_sum_refs, strict=True):
             tile_range_ref = stream[8]
             range_batch = batch if tile_range_ref.shape[0] > 1 else 0
             first, last = tile_range_ref[range_batch, tile, 0], tile_range_ref[range_batch, tile, 1]
+            of_stream = functools.partial(body, stream, query_sum_ref, range_batch)
 
-            def of_head(head, carry, stream=stream, first=first, last=last, number=number, range_batch=range_batch):
+            def of_head(head, carry, of_stream=of_stream, first=first, last=last, number=number):
                 def of_tile(step, carry):
                     at = number + head * (last - first) + step
-                    return body(stream, range_batch, kv_head * group + head, first + step, at, carry)
+                    return of_stream(kv_head * group + head, first + step, at, carry)
 
                 return lax.fori_loop(0, last - first, of_tile, carry)
 
@@ -240,12 +276,11 @@ def _key_kernel(
         first_key = (tile * _WARPGROUPS + warpgroup) * ROWS
         keys = pl.ds(first_key, ROWS)
         k_tile, v_tile = (x.at[warpgroup] for x in kv_smem)
-        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, kv_ready.at[warpgroup])
-        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, kv_ready.at[warpgroup])
-        plgpu.barrier_wait(kv_ready.at[warpgroup])
+        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, kv_ready.at[0])
+        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, kv_ready.at[0])
+        plgpu.barrier_wait(kv_ready.at[0])
 
-        def row_tile(stream, range_batch, head, index, number, carry):
-            del head
+        def row_tile(stream, query_sum_ref, range_batch, head, index, number, carry):
             start_ref, end_ref, seen_ref, whole_ref = stream[4:8]
             slot = lax.rem(number, jnp.int32(stages))
             rows = pl.ds(index * ROWS, ROWS)
@@ -262,6 +297,10 @@ def _key_kernel(
                 end = load(end_ref.at[range_batch, rows], COLUMN, optimized=False)
                 return mask_keys(s, start, end, first_key, keys_axis=0)
 
+            def release():
+                plgpu.barrier_arrive(row_free[0].at[slot])
+                plgpu.barrier_arrive(row_free[1].at[slot])
+
             def accumulate(refs):
                 dk_ref, dv_ref = refs
 
@@ -273,24 +312,59 @@ def _key_kernel(
                     s = lax.cond(is_whole, lambda s: s, mask, s)
                     weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
                     plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
-                    delta = load(delta_smem.at[slot], COLUMN)
-                    # The copies that refill the stage must come after these reads of it.
-                    plgpu.commit_smem()
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    d_scores = weights * (d_weights - across(delta, s.shape))
-                    plgpu.wgmma(dk_ref, d_scores.astype(k_tile.dtype), q_tile)
+                    # So late because registers are short: two values a row, beside four tiles.
+                    delta = load(delta_smem.at[slot], COLUMN)
+                    d_scores = (weights * (d_weights - across(delta, s.shape))).astype(k_tile.dtype)
+                    if query_sum_ref is not None:
+                        query_scratch[0].at[lax.rem(number, jnp.int32(2)), warpgroup][...] = d_scores
+                    # The copies that refill the stage must come after the reads of its row statistics.
+                    plgpu.commit_smem()
+                    plgpu.wgmma(dk_ref, d_scores, q_tile)
+                    if query_sum_ref is not None:
+                        add_query_gradient(query_sum_ref.at[batch, rows, head], number, release)
 
                 pl.run_scoped(transposed, *[Accumulator((ROWS, ROWS), jnp.float32)] * 2)
 
             def add(carry):
                 return tuple(pl.run_state(accumulate)(tuple(Accumulator.init(x) for x in carry)))
 
+            if query_sum_ref is not None:
+                # Also where none of its own keys is seen: both warpgroups take part in the query gradient of a step.
+                return add(carry)
             carry = lax.cond(is_seen, add, lambda carry: carry, carry)
-            plgpu.barrier_arrive(row_free[0].at[slot])
-            plgpu.barrier_arrive(row_free[1].at[slot])
+            release()
             return carry
 
+        def add_query_gradient(sum_ref, number, release):
+            """Adds the product of all score gradients of a step and the keys; a warpgroup has its half of the columns.
+
+            The score gradients of a step stay until the other warpgroup has come to the step after the next.
+            """
+            d_scores_smem, part_smem, step_done = query_scratch
+            num_columns = part_smem.shape[2]
+            columns = pl.ds(pl.multiple_of(warpgroup * num_columns, num_columns), num_columns)
+            plgpu.barrier_arrive(step_done)
+            plgpu.barrier_wait(step_done)
+
+            def weighted_keys(part_ref):
+                for other in range(_WARPGROUPS):
+                    d_scores = d_scores_smem.at[lax.rem(number, jnp.int32(2)), other]
+                    plgpu.wgmma(part_ref, d_scores.transpose((1, 0)), kv_smem[0].at[other, :, columns])
+                return part_ref[...]
+
+            part = pl.run_scoped(weighted_keys, Accumulator((ROWS, num_columns), jnp.float32))
+            release()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part_smem.at[warpgroup][...] = part
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(part_smem.at[warpgroup], sum_ref.at[:, columns], reduction_op="add")
+
         dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
+        if any(sum_queries):
+            # The other warpgroup may still read the keys that dk is about to replace.
+            plgpu.barrier_arrive(query_scratch[2])
+            plgpu.barrier_wait(query_scratch[2])
         k_tile[...] = (dk * scale).astype(k_tile.dtype)
         v_tile[...] = dv.astype(v_tile.dtype)
         plgpu.commit_smem()
@@ -302,8 +376,8 @@ def _key_kernel(
     def _fetch():
         plgpu.set_max_registers(24, action="decrease")
 
-        def row_tile(stream, range_batch, head, index, number, carry):
-            del range_batch, carry
+        def row_tile(stream, query_sum_ref, range_batch, head, index, number, carry):
+            del query_sum_ref, range_batch, carry
             q_ref, lse_ref, d_out_ref, delta_ref = stream[:4]
             rows = pl.ds(index * ROWS, ROWS)
             sources = (

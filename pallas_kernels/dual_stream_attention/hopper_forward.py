@@ -43,8 +43,8 @@ def forward(
     tiles: RowTiles,
     *,
     scale: float,
-    block: int = 128,
-    stages: int = 2,
+    block: int,
+    stages: int,
     is_cache: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, P, N, H] and log-sum-exp to base 2 [B, N, P] of one stream.
