@@ -9,6 +9,7 @@ from orthros_jax.errors import UserError, run_command
 # Imported on use, so that a command starts without the libraries of the others.
 COMMANDS = {
     "prepare": ("orthros_jax.data.prepare:main", "turn text, JSONL or parquet into token shards"),
+    "compile": ("orthros_jax.compilation.command:main", "compile a run for a pod, and report whether it fits"),
     "plot": ("orthros_jax.training.plot:main", "draw the loss of runs against tokens and FLOPs"),
 }
 USAGE = "\n".join(
