@@ -16,15 +16,15 @@ MESH_AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 # Logical axis -> mesh axis. Matrices that write to the residual stream are cut along the axis that they contract: the
-# TPU compiler makes a reduce-scatter of a gradient that is cut along its first axes, but an all-reduce of the whole
-# gradient where it is cut along the last.
+# TPU compiler makes a reduce-scatter of a gradient that is cut along its first axis, but an all-reduce of the whole
+# gradient where it is cut along another.
 _RULES = {
     "vocab": "tensor",
     "heads": "tensor",
     "ffn": "tensor",
     "model": "fsdp",
     "head": None,
-    "head_in": "fsdp",
+    "heads_in": ("tensor", "fsdp"),
     "ffn_in": ("tensor", "fsdp"),
     "residual": None,
     "norm": None,
@@ -38,7 +38,7 @@ _PARAMETER_AXES = {
     ("query_output", "kernel"): ("model", "heads", "head"),
     ("key", "kernel"): ("model", "heads", "head"),
     ("value", "kernel"): ("model", "heads", "head"),
-    ("output", "kernel"): ("heads", "head_in", "residual"),
+    ("output", "kernel"): ("heads_in", "head", "residual"),
     ("gate", "kernel"): ("model", "ffn"),
     ("up", "kernel"): ("model", "ffn"),
     ("down", "kernel"): ("ffn_in", "residual"),
@@ -93,18 +93,19 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
         ("ffn_dim", "tensor", tensor),
         ("vocab_size", "tensor", tensor),
         ("model_dim", "fsdp", fsdp),
-        ("head_dim", "fsdp", fsdp),
     ):
         if getattr(model, key) % size:
             raise ConfigError(
                 f"mesh.{axis}",
                 f"{size} does not divide model.{key} {getattr(model, key)}; choose a divisor of it",
             )
-    if model.ffn_dim % (fsdp * tensor):
-        raise ConfigError(
-            "mesh.fsdp",
-            f"{fsdp} x mesh.tensor {tensor} does not divide model.ffn_dim {model.ffn_dim}; choose a divisor of it",
-        )
+    for key in ("num_heads", "ffn_dim"):
+        if getattr(model, key) % (fsdp * tensor):
+            raise ConfigError(
+                "mesh.fsdp",
+                f"{fsdp} x mesh.tensor {tensor} does not divide model.{key} {getattr(model, key)}; choose a divisor "
+                "of it, and leave the other devices to mesh.data",
+            )
 
 
 def parameter_spec(path: tuple[str, ...], ndim: int) -> P:
