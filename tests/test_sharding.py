@@ -111,11 +111,17 @@ def test_a_parameter_without_an_entry_is_refused():
 
 @pytest.mark.parametrize(
     ("axes", "shape"),
-    [((-1, 1, 1), (8, 1, 1)), ((-1, 2, 2), (2, 2, 2)), ((1, 8, 1), (1, 8, 1)), ((-1, 1, 8), (1, 1, 8))],
+    [
+        ((-1, 1, 1), (8, 1, 1, 1)),
+        ((-1, 2, 2), (2, 2, 2, 1)),
+        ((1, 8, 1), (1, 8, 1, 1)),
+        ((-1, 1, 8), (1, 1, 8, 1)),
+        ((-1, 1, 2, 4), (1, 1, 2, 4)),
+    ],
 )
 def test_mesh(axes, shape):
     mesh = build_mesh(MeshConfig(*axes))
-    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
+    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor", "context"), shape, strict=True))
     assert set(mesh.devices.flat) == set(jax.devices())
 
 
@@ -128,7 +134,7 @@ def _refused(function, *arguments):
 @pytest.mark.parametrize("axes", [(-1, 3, 1), (-1, 4, 4), (2, 2, 1), (16, 1, 1)])
 def test_axes_that_do_not_make_the_devices(axes):
     assert _refused(build_mesh, MeshConfig(*axes)) == (
-        f"mesh: data {axes[0]} x fsdp {axes[1]} x tensor {axes[2]} does not make the 8 devices of this run; "
+        f"mesh: data {axes[0]} x fsdp {axes[1]} x context 1 x tensor {axes[2]} does not make the 8 devices of this run; "
         "choose axes whose product is that number"
     )
 
@@ -194,7 +200,7 @@ def single_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+@pytest.mark.parametrize("axes", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (2, 1, 2, 2), (1, 4, 1, 2)])
 def test_a_step_is_the_same_on_every_mesh(axes, single_device):
     before, expected, expected_metrics = single_device
     program = make_program(_CONFIG, 10)
@@ -244,6 +250,14 @@ def test_a_step_is_the_same_on_every_mesh(axes, single_device):
         np.testing.assert_array_equal,
         jax.device_get((skipped.params, skipped.opt_state, skipped.ema)),
         jax.device_get((poisoned.params, poisoned.opt_state, poisoned.ema)),
+    )
+
+
+def test_sequences_that_the_context_axis_does_not_cut():
+    mesh = build_mesh(MeshConfig(data=2, context=4))
+    assert _refused(check_divisible, _CONFIG, mesh) == (
+        "mesh.context: each of 4 parts of a sequence is computed in two halves, and 2 x 4 does not divide "
+        "data.sequence_length 12; choose another of the two"
     )
 
 
