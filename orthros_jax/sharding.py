@@ -153,6 +153,27 @@ def constrain_rows(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, rows_spec(x.shape[1]))
 
 
+def host_share(mesh: Mesh, batch_size: int) -> tuple[int, int]:
+    """(p, P): this process reads the p-th of P equal parts of each batch.
+
+    Processes whose devices differ along `context` or `tensor` alone hold the same rows and so read the same part.
+
+    Raises:
+      ConfigError: the rows of two processes overlap in part.
+    """
+    rows: dict[int, set[int]] = {}
+    for device, (index,) in batch_sharding(mesh).devices_indices_map((batch_size,)).items():
+        rows.setdefault(device.process_index, set()).update(range(*index.indices(batch_size)))
+    parts = sorted({tuple(sorted(held)) for held in rows.values()})
+    if sum(map(len, parts)) != batch_size or len({len(part) for part in parts}) != 1:
+        raise ConfigError(
+            "mesh",
+            "the devices of a process do not hold whole parts of a batch; choose mesh.tensor x mesh.context as a "
+            "divisor or a multiple of the devices of one process",
+        )
+    return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
+
+
 def mesh_is_set() -> bool:
     """Whether the code being traced runs under a mesh (`jax.set_mesh`)."""
     return not jax.sharding.get_abstract_mesh().empty
