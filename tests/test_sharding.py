@@ -134,8 +134,8 @@ def _refused(function, *arguments):
 @pytest.mark.parametrize("axes", [(-1, 3, 1), (-1, 4, 4), (2, 2, 1), (16, 1, 1)])
 def test_axes_that_do_not_make_the_devices(axes):
     assert _refused(build_mesh, MeshConfig(*axes)) == (
-        f"mesh: data {axes[0]} x fsdp {axes[1]} x context 1 x tensor {axes[2]} does not make the 8 devices of this run; "
-        "choose axes whose product is that number"
+        f"mesh: data {axes[0]} x fsdp {axes[1]} x context 1 x tensor {axes[2]} does not make the 8 devices of this "
+        "run; choose axes whose product is that number"
     )
 
 
