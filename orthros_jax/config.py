@@ -260,10 +260,12 @@ class MeshConfig:
     """Shards of parameters and optimizer state; they split the batch as well."""
     tensor: int = 1
     """Shards of heads, feed-forward width and vocabulary."""
+    context: int = 1
+    """Parts that each sequence is cut into, for sequences that are too long for one device."""
 
     def __post_init__(self):
         _require(self.data > 0 or self.data == -1, "mesh.data", f"must be positive or -1, got {self.data}")
-        for name in ("fsdp", "tensor"):
+        for name in ("fsdp", "tensor", "context"):
             value = getattr(self, name)
             _require(value > 0, f"mesh.{name}", f"must be positive, got {value}")
 

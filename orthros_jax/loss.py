@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from orthros_jax.sharding import BATCH_AXES, mesh_is_set, on_each_device
+from orthros_jax.sharding import MESH_AXES, mesh_is_set, on_each_device, rows_spec
 from orthros_jax.streams import Targets
 
 # Enough rows to keep a matrix unit busy; with a vocabulary of 32,000 the chunk's float32 logits take 500 MiB.
@@ -64,9 +64,9 @@ def cross_entropy(
 
     # Every device returns its own part of both sums and the total is taken outside, so that the transposed map adds up
     # the partial gradients of whatever the devices share, the head over the batch and the rows over the vocabulary.
-    everywhere = P((*BATCH_AXES, "tensor"))
-    rows = P(BATCH_AXES, None)
-    in_specs = (P(BATCH_AXES, None, None), P("fsdp", "tensor"), rows, rows)
+    everywhere = P(MESH_AXES)
+    rows = rows_spec(hidden.shape[1])
+    in_specs = (rows, P("fsdp", "tensor"), rows, rows)
     sums = on_each_device(local_sums, in_specs, (everywhere, everywhere))
     objective, entropy = sums(hidden, head, targets.labels, targets.weights)
     return LossSums(objective.sum(), entropy.sum(), targets.weights.sum())

@@ -1,9 +1,9 @@
 """Where arrays live: the mesh, and one table from parameter names to mesh axes.
 
-Axes of the mesh: `data` replicates parameters, `fsdp` shards their width, `tensor` shards heads, feed-forward width and
-vocabulary. The batch is split over `data` and `fsdp`. All axes are `AxisType.Auto`: the compiler propagates shardings
-from the parameters and the batch, and the two operations that it must not cut by itself (attention and the loss)
-state theirs through `jax.shard_map`.
+Axes of the mesh: `data` replicates parameters, `fsdp` shards their width, `context` cuts sequences, `tensor` shards
+heads, feed-forward width and vocabulary. The batch is split over `data` and `fsdp`. All axes are `AxisType.Auto`: the
+compiler propagates shardings from the parameters and the batch, and the operations that it must not cut by itself
+(embedding, attention and the loss) state theirs through `jax.shard_map`.
 """
 
 import jax
@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from orthros_jax.config import Config, ConfigError, MeshConfig, ModelConfig
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
 # Logical axis -> mesh axis. Matrices that write to the residual stream are cut along the axis that they contract: the
-# TPU compiler makes a reduce-scatter of a gradient that is cut along its first axes, but an all-reduce of the whole
-# gradient where it is cut along the last.
+# TPU compiler makes a reduce-scatter of a gradient that is cut along its first axis, but an all-reduce of the whole
+# gradient where it is cut along another.
 _RULES = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -25,7 +25,7 @@ _RULES = {
     "model": "fsdp",
     "head": None,
     "fused": None,
-    "head_in": "fsdp",
+    "heads_in": ("tensor", "fsdp"),
     "ffn_in": ("tensor", "fsdp"),
     "residual": None,
     "norm": None,
@@ -40,7 +40,7 @@ _PARAMETER_AXES = {
     ("key", "kernel"): ("model", "heads", "head"),
     ("value", "kernel"): ("model", "heads", "head"),
     ("query_key_value", "kernel"): ("model", "heads", "fused", "head"),
-    ("output", "kernel"): ("heads", "head_in", "residual"),
+    ("output", "kernel"): ("heads_in", "head", "residual"),
     ("gate", "kernel"): ("model", "ffn"),
     ("up", "kernel"): ("model", "ffn"),
     ("gate_up", "kernel"): ("model", "fused", "ffn"),
@@ -59,17 +59,16 @@ def build_mesh(config: MeshConfig, devices: list | None = None) -> Mesh:
       ConfigError: the axes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    count, inner = len(devices), config.fsdp * config.tensor
+    count, inner = len(devices), config.fsdp * config.context * config.tensor
     data = count // inner if config.data == -1 else config.data
     if data * inner != count:
         raise ConfigError(
             "mesh",
-            f"data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} does not make the {count} devices of "
-            "this run; choose axes whose product is that number",
+            f"data {config.data} x fsdp {config.fsdp} x context {config.context} x tensor {config.tensor} does not "
+            f"make the {count} devices of this run; choose axes whose product is that number",
         )
-    return jax.make_mesh(
-        (data, config.fsdp, config.tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
-    )
+    shape = (data, config.fsdp, config.context, config.tensor)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
@@ -89,6 +88,13 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
             f"{batch} is not a multiple of {shards} batch shards (mesh.data x mesh.fsdp) x "
             f"{config.training.accumulation} accumulation steps; the nearest that work: {nearest}",
         )
+    context, length = mesh.shape["context"], config.data.sequence_length
+    if context > 1 and length % (2 * context):
+        raise ConfigError(
+            "mesh.context",
+            f"each of {context} parts of a sequence is computed in two halves, and 2 x {context} does not divide "
+            f"data.sequence_length {length}; choose another of the two",
+        )
     check_model_divisible(config.model, mesh)
 
 
@@ -105,18 +111,19 @@ def check_model_divisible(model: ModelConfig, mesh: Mesh) -> None:
         ("ffn_dim", "tensor", tensor),
         ("vocab_size", "tensor", tensor),
         ("model_dim", "fsdp", fsdp),
-        ("head_dim", "fsdp", fsdp),
     ):
         if getattr(model, key) % size:
             raise ConfigError(
                 f"mesh.{axis}",
                 f"{size} does not divide model.{key} {getattr(model, key)}; choose a divisor of it",
             )
-    if model.ffn_dim % (fsdp * tensor):
-        raise ConfigError(
-            "mesh.fsdp",
-            f"{fsdp} x mesh.tensor {tensor} does not divide model.ffn_dim {model.ffn_dim}; choose a divisor of it",
-        )
+    for key in ("num_heads", "ffn_dim"):
+        if getattr(model, key) % (fsdp * tensor):
+            raise ConfigError(
+                "mesh.fsdp",
+                f"{fsdp} x mesh.tensor {tensor} does not divide model.{key} {getattr(model, key)}; choose a divisor "
+                "of it, and leave the other devices to mesh.data",
+            )
 
 
 def parameter_spec(path: tuple[str, ...], ndim: int) -> P:
@@ -144,11 +151,39 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
+def rows_spec(*lengths: int) -> P:
+    """Partition of arrays [B, rows, ...]: the batch over its axes, rows over `context` where all `lengths` allow it."""
+    parts = jax.sharding.get_abstract_mesh().shape.get("context", 1)
+    is_cut = parts > 1 and bool(lengths) and all(length % (2 * parts) == 0 for length in lengths)
+    return P(BATCH_AXES, "context" if is_cut else None)
+
+
 def constrain_rows(x: jax.Array) -> jax.Array:
-    """Keeps activations [B, ...] split over the batch axes, so that the compiler gathers weights instead of rows."""
+    """Keeps activations [B, rows, ...] split by rows, so that the compiler gathers weights instead of them."""
     if not mesh_is_set():
         return x
-    return jax.lax.with_sharding_constraint(x, P(BATCH_AXES))
+    return jax.lax.with_sharding_constraint(x, rows_spec(x.shape[1]))
+
+
+def host_share(mesh: Mesh, batch_size: int) -> tuple[int, int]:
+    """(p, P): this process reads the p-th of P equal parts of each batch.
+
+    Processes whose devices differ along `context` or `tensor` alone hold the same rows and so read the same part.
+
+    Raises:
+      ConfigError: the rows of two processes overlap in part.
+    """
+    rows: dict[int, set[int]] = {}
+    for device, (index,) in batch_sharding(mesh).devices_indices_map((batch_size,)).items():
+        rows.setdefault(device.process_index, set()).update(range(*index.indices(batch_size)))
+    parts = sorted({tuple(sorted(held)) for held in rows.values()})
+    if sum(map(len, parts)) != batch_size or len({len(part) for part in parts}) != 1:
+        raise ConfigError(
+            "mesh",
+            "the devices of a process do not hold whole parts of a batch; choose mesh.tensor x mesh.context as a "
+            "divisor or a multiple of the devices of one process",
+        )
+    return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
 
 
 def mesh_is_set() -> bool:

@@ -65,10 +65,15 @@ def log_once(message: str) -> None:
     _logger.info(message)
 
 
+def is_nvidia_gpu(device: jax.Device) -> bool:
+    """By its name: what the runtime says of its platform is missing where a program is only compiled."""
+    return device.device_kind.startswith("NVIDIA")
+
+
 def why_not_nvidia_gpu(capability: float) -> str | None:
     """Reason why the target device is no NVIDIA GPU of at least this compute capability, or None."""
     device = target_device()
-    if "cuda" not in device.client.platform_version:
+    if not is_nvidia_gpu(device):
         return f"it needs an NVIDIA GPU, and the device is {device.device_kind}"
     if float(device.compute_capability) < capability:
         return f"it needs compute capability {capability}, and {device.device_kind} has {device.compute_capability}"

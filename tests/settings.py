@@ -97,6 +97,7 @@ PERTURBED = {
     "mesh.data": 4,
     "mesh.fsdp": 2,
     "mesh.tensor": 2,
+    "mesh.context": 2,
     "checkpoint.every": 3,
     "checkpoint.keep_last": 1,
     "checkpoint.keep_every": 2,

@@ -14,8 +14,10 @@ BOTTOM = {"orthros_jax.errors", "orthros_jax.config"}
 MODEL = {*BOTTOM, "orthros_jax.streams", "orthros_jax.sharding", "orthros_jax.model", "orthros_jax.loss"}
 ALLOWED = {
     "train": {*BOTTOM, "orthros_jax.config_reader", "orthros_jax.training"},
+    "orthros_jax.compilation": {*MODEL, "orthros_jax.config_reader", "orthros_jax.training", "pallas_kernels"},
     "orthros_jax.__main__": {
         *BOTTOM,
+        "orthros_jax.compilation",
         "orthros_jax.convert",
         "orthros_jax.data",
         "orthros_jax.inference",

@@ -27,7 +27,7 @@ _MODEL = ModelConfig(
     vocab_size=48,
     num_layers=3,
     model_dim=16,
-    num_heads=4,
+    num_heads=8,
     num_kv_heads=2,
     head_dim=8,
     ffn_dim=24,
@@ -96,7 +96,7 @@ def test_the_table_by_hand():
     assert specs["head/kernel"] == ("fsdp", "tensor")
     assert specs["layers/attention/query/kernel"] == (None, "fsdp", "tensor", None)
     assert specs[f"{attention}/key/kernel"] == ("fsdp", "tensor", None)
-    assert specs[f"{attention}/output/kernel"] == ("tensor", "fsdp", None)
+    assert specs[f"{attention}/output/kernel"] == (("tensor", "fsdp"), None, None)
     assert specs[f"{attention}/scale_offset_output/gamma"] == ("tensor", None)
     assert specs["layers/ffn/gate/kernel"] == (None, "fsdp", "tensor")
     assert specs["layers/ffn/down/kernel"] == (None, ("tensor", "fsdp"), None)
@@ -111,11 +111,17 @@ def test_a_parameter_without_an_entry_is_refused():
 
 @pytest.mark.parametrize(
     ("axes", "shape"),
-    [((-1, 1, 1), (8, 1, 1)), ((-1, 2, 2), (2, 2, 2)), ((1, 8, 1), (1, 8, 1)), ((-1, 1, 8), (1, 1, 8))],
+    [
+        ((-1, 1, 1), (8, 1, 1, 1)),
+        ((-1, 2, 2), (2, 2, 2, 1)),
+        ((1, 8, 1), (1, 8, 1, 1)),
+        ((-1, 1, 8), (1, 1, 8, 1)),
+        ((-1, 1, 2, 4), (1, 1, 2, 4)),
+    ],
 )
 def test_mesh(axes, shape):
     mesh = build_mesh(MeshConfig(*axes))
-    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
+    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor", "context"), shape, strict=True))
     assert set(mesh.devices.flat) == set(jax.devices())
 
 
@@ -128,8 +134,8 @@ def _refused(function, *arguments):
 @pytest.mark.parametrize("axes", [(-1, 3, 1), (-1, 4, 4), (2, 2, 1), (16, 1, 1)])
 def test_axes_that_do_not_make_the_devices(axes):
     assert _refused(build_mesh, MeshConfig(*axes)) == (
-        f"mesh: data {axes[0]} x fsdp {axes[1]} x tensor {axes[2]} does not make the 8 devices of this run; "
-        "choose axes whose product is that number"
+        f"mesh: data {axes[0]} x fsdp {axes[1]} x context 1 x tensor {axes[2]} does not make the 8 devices of this "
+        "run; choose axes whose product is that number"
     )
 
 
@@ -149,11 +155,11 @@ def test_a_batch_that_does_not_divide(batch, accumulation, nearest):
     ("axes", "changes", "message"),
     [
         ((2, 1, 4), {}, "mesh.tensor: 4 does not divide model.num_kv_heads 2"),
-        ((1, 1, 8), {"num_kv_heads": 4}, "mesh.tensor: 8 does not divide model.num_heads 4"),
+        ((1, 1, 8), {"num_heads": 4}, "mesh.tensor: 8 does not divide model.num_heads 4"),
         ((4, 1, 2), {"ffn_dim": 25}, "mesh.tensor: 2 does not divide model.ffn_dim 25"),
         ((4, 1, 2), {"vocab_size": 49}, "mesh.tensor: 2 does not divide model.vocab_size 49"),
         ((1, 8, 1), {"model_dim": 20}, "mesh.fsdp: 8 does not divide model.model_dim 20"),
-        ((1, 8, 1), {"head_dim": 12}, "mesh.fsdp: 8 does not divide model.head_dim 12"),
+        ((1, 8, 1), {"num_heads": 4}, "mesh.fsdp: 8 x mesh.tensor 1 does not divide model.num_heads 4"),
         ((1, 4, 2), {"ffn_dim": 12}, "mesh.fsdp: 4 x mesh.tensor 2 does not divide model.ffn_dim 12"),
     ],
 )
@@ -161,13 +167,13 @@ def test_a_model_that_the_mesh_does_not_cut(axes, changes, message):
     config = dataclasses.replace(_CONFIG, model=dataclasses.replace(_MODEL, **changes))
     refusal = _refused(check_divisible, config, build_mesh(MeshConfig(*axes)))
     assert re.sub(r";.*", "", refusal) == message
-    assert refusal.endswith("; choose a divisor of it")
+    assert "; choose a divisor of it" in refusal
 
 
 @pytest.mark.parametrize("axes", [(1, 8, 1), (1, 4, 2), (2, 2, 2), (1, 2, 4)])
 def test_a_device_holds_its_share_of_a_large_model(axes):
     """The whole state of the 160M model; what is not cut (norms, scales, offsets) is 0.1 % of it."""
-    config = dataclasses.replace(_CONFIG, model=ModelConfig())
+    config = dataclasses.replace(_CONFIG, model=ModelConfig(num_heads=16, num_kv_heads=16, head_dim=48))
     state = jax.eval_shape(make_program(config, 10).init, jax.random.key(0))
     shardings = state_shardings(state, build_mesh(MeshConfig(*axes)))
     total = sum(leaf.size for leaf in jax.tree.leaves(state))
@@ -194,7 +200,7 @@ def single_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
+@pytest.mark.parametrize("axes", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (2, 1, 2, 2), (1, 4, 1, 2)])
 def test_a_step_is_the_same_on_every_mesh(axes, single_device):
     before, expected, expected_metrics = single_device
     program = make_program(_CONFIG, 10)
@@ -244,6 +250,14 @@ def test_a_step_is_the_same_on_every_mesh(axes, single_device):
         np.testing.assert_array_equal,
         jax.device_get((skipped.params, skipped.opt_state, skipped.ema)),
         jax.device_get((poisoned.params, poisoned.opt_state, poisoned.ema)),
+    )
+
+
+def test_sequences_that_the_context_axis_does_not_cut():
+    mesh = build_mesh(MeshConfig(data=2, context=4))
+    assert _refused(check_divisible, _CONFIG, mesh) == (
+        "mesh.context: each of 4 parts of a sequence is computed in two halves, and 2 x 4 does not divide "
+        "data.sequence_length 12; choose another of the two"
     )
 
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,20 @@ def _fill(
     write_json(output / INDEX_FILE, _build_index(output, len(parts), settings, tokenizer))
 
 
-def prepare_if_missing(data: DataConfig) -> None:
-    """Prepares `data.source` where `data.paths[0]` is no finished data set yet; without a source, nothing."""
-    if data.source is not None and not (Path(data.paths[0]) / INDEX_FILE).exists():
-        prepare([data.source], data.paths[0], tokenizer=data.tokenizer)
+# Seconds between two looks at a folder that another process fills.
+_POLL_SECONDS = 1.0
+
+
+def prepare_if_missing(data: DataConfig, process_index: int = 0) -> None:
+    """Prepares `data.source` where `data.paths[0]` is no finished data set yet; without a source, nothing.
+
+    Of several processes the first one prepares, and the others wait until the folder, which they share, is complete.
+    """
+    while data.source is not None and not (Path(data.paths[0]) / INDEX_FILE).exists():
+        if process_index == 0:
+            prepare([data.source], data.paths[0], tokenizer=data.tokenizer)
+        else:
+            time.sleep(_POLL_SECONDS)
 
 
 def summary(output: Path, index: dict[str, Any]) -> str:

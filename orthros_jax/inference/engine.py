@@ -38,8 +38,9 @@ _LEAST_ROWS = 128
 
 def inference_mesh(*, tensor: int = 1, context: int = 1, data: int = 1, devices: list | None = None) -> Mesh:
     """A mesh for the engine: `tensor` cuts heads, feed-forward width and vocabulary, `context` prompts, `data` batches."""
-    shape, names = (data, 1, tensor, context), (*MESH_AXES, "context")
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices)
+    sizes = {"data": data, "fsdp": 1, "context": context, "tensor": tensor}
+    shape = tuple(sizes[axis] for axis in MESH_AXES)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
 class Engine:

@@ -4,6 +4,7 @@ A hidden layer of Orthros runs both streams; a hidden layer of a single-stream m
 layer of every model runs output rows alone, since nothing reads its context rows but the keys and values they make.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from orthros_jax.config import ModelConfig
+from orthros_jax.model.context import attend_context
 from orthros_jax.model.layers import Linear, RMSNorm, ScaleOffset, apply_rope
-from orthros_jax.sharding import BATCH_AXES, on_each_device
+from orthros_jax.sharding import on_each_device, rows_spec
 from orthros_jax.streams import Layout, duplicate
-
-_HEADS = P(BATCH_AXES, None, "tensor", None)
-_ROWS = P(BATCH_AXES, None)
 
 
 class Streams(NamedTuple):
@@ -132,10 +131,26 @@ def attend(q: Streams, k: jax.Array, v: jax.Array, layout: Layout, kind: Kind, i
         windows = {"window": kind.context_window, "out_window": kind.output_window}
         return Streams(*pallas_kernels.dual_stream_attention(q.context, q.output, k, v, **windows, **mask))
 
-    heads = Streams(*(None if x is None else _HEADS for x in q))
-    optional_rows = [None if x is None else _ROWS for x in (layout.segment_ids, layout.out_index)]
-    in_specs = (heads, _HEADS, _HEADS, *optional_rows)
-    return on_each_device(operation, in_specs, heads)(q, k, v, layout.segment_ids, layout.out_index)
+    lengths = [x.shape[1] for x in (k, *q) if x is not None]
+    rows = rows_spec(*lengths)
+    heads = P(*rows, "tensor", None)
+    queries = Streams(*(None if x is None else heads for x in q))
+    optional_rows = [None if x is None else rows for x in (layout.segment_ids, layout.out_index)]
+    function = operation if rows[1] is None else functools.partial(_attend_part, kind=kind, impl=impl)
+    in_specs = (queries, heads, heads, *optional_rows)
+    return on_each_device(function, in_specs, queries)(q, k, v, layout.segment_ids, layout.out_index)
+
+
+def _attend_part(q: Streams, k, v, segment_ids, out_index, *, kind: Kind, impl: str) -> Streams:
+    """The same where each device has a part of every sequence; each stream then needs other keys."""
+    windows = Streams(kind.context_window, kind.output_window)
+    indices = Streams(None, out_index)
+    return Streams(
+        *(
+            None if x is None else attend_context(x, k, v, segment_ids, index, window, impl)
+            for x, index, window in zip(q, indices, windows, strict=True)
+        )
+    )
 
 
 def output_rope(rope: tuple[jax.Array, jax.Array], layout: Layout) -> tuple[jax.Array, jax.Array]:

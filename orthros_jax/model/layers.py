@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from orthros_jax.config import ModelConfig
 from orthros_jax.model.float8 import float8_matmul
-from orthros_jax.sharding import BATCH_AXES, mesh_is_set, on_each_device
+from orthros_jax.sharding import mesh_is_set, on_each_device, rows_spec
 
 
 class Linear(nnx.Module):
@@ -89,7 +89,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         lookup = functools.partial(_lookup, dtype=self.dtype, is_cut=mesh_is_set())
-        rows = P(BATCH_AXES)
+        rows = rows_spec(*tokens.shape[1:])
         return on_each_device(lookup, (P("tensor", "fsdp"), rows), rows)(self.kernel[...], tokens)
 
 

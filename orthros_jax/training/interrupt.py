@@ -7,6 +7,11 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 
 class StopSignal:
     """While the context is open, SIGTERM and SIGINT set a flag instead of ending the process.
@@ -58,3 +63,37 @@ class StopSignal:
             line += " (two more to quit at once without saving)"
         # print is not re-entrant: the signal may have interrupted another print.
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}\n".encode())
+
+
+class AgreedStop:
+    """A stop request that every process of a run obeys at the same step, whichever of them the signal has reached.
+
+    With each step the processes add up their requests on the devices; whoever reads a step's metrics reads that sum
+    as well, and all have read it by the same step. One process alone needs no vote.
+    """
+
+    def __init__(self, stop: StopSignal, mesh: Mesh):
+        self._stop = stop
+        self._alone = jax.process_count() == 1
+        self._agreed = False
+        self._each_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._count = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    @property
+    def requested(self) -> bool:
+        return self._stop.requested if self._alone else self._agreed
+
+    @property
+    def cause(self) -> str:
+        return self._stop.signal_name or "a signal to another process"
+
+    def vote(self) -> jax.Array | None:
+        """Starts to add up the requests; None where there is nobody to agree with."""
+        if self._alone:
+            return None
+        own = np.full(jax.local_device_count(), self._stop.requested, np.int32)
+        return self._count(jax.make_array_from_process_local_data(self._each_device, own))
+
+    def note(self, votes: jax.Array | None) -> None:
+        """Takes note of what `vote` has returned; waits for it."""
+        self._agreed |= votes is not None and bool(votes)

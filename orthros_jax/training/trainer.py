@@ -30,12 +30,12 @@ from orthros_jax.data.storage import DISK_FULL, folder_lock
 from orthros_jax.errors import UserError
 from orthros_jax.inference.sample import sample_continuation
 from orthros_jax.model.flops import forward_flops
-from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible
+from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, host_share
 from orthros_jax.training import report
 from orthros_jax.training.checkpoint import Checkpoints, read_metadata
 from orthros_jax.training.compiler import compiler_options, use_device_memory
 from orthros_jax.training.evaluation import evaluate
-from orthros_jax.training.interrupt import StopSignal
+from orthros_jax.training.interrupt import AgreedStop, StopSignal
 from orthros_jax.training.lowering import abstract_state, kernel_log_shown, lower_eval_step, lower_train_step
 from orthros_jax.training.metrics import MetricsWriter, peak_flops_per_second, read_metrics
 from orthros_jax.training.progress import Progress
@@ -75,7 +75,7 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
     use_device_memory()
     mesh = build_mesh(config.mesh)
     check_divisible(config, mesh)
-    prepare_if_missing(config.data)
+    prepare_if_missing(config.data, jax.process_index())
     datasets, heldout = open_datasets(config.data, "train"), open_datasets(config.data, "heldout")
     check_vocabulary(datasets, config.model.vocab_size)
     identity = data_identity(datasets)
@@ -88,7 +88,7 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
             _make_run_dir(Path(config.run_dir))
             busy = "another process trains in this folder; wait for it, or choose another run_dir"
             stack.enter_context(folder_lock(Path(config.run_dir), busy))
-        stop = stack.enter_context(StopSignal())
+        stop = AgreedStop(stack.enter_context(StopSignal()), mesh)
         watchdog = stack.enter_context(Watchdog(config.training.watchdog_seconds))
         stack.enter_context(jax.set_mesh(mesh))
         keep = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every}
@@ -198,6 +198,7 @@ class _Pending(NamedTuple):
     """A dispatched step whose metrics the host has not read."""
 
     metrics: StepMetrics
+    stop_votes: jax.Array | None
     dispatched: float
     data_wait: float
 
@@ -224,13 +225,14 @@ class _Run:
         writer: MetricsWriter,
         progress: Progress,
         watchdog: Watchdog,
-        stop: StopSignal,
+        stop: AgreedStop,
         heldout: list[TokenDataset],
         kept: dict,
     ):
         self.config, self.program, self.mesh, self.state = config, program, mesh, state
         self.checkpoints, self.writer, self.progress = checkpoints, writer, progress
         self.watchdog, self.stop = watchdog, stop
+        self._part, self._parts = host_share(mesh, mesh.size)
         self.step = int(state.step)
         self.flops = flops
         self._kept = kept
@@ -262,8 +264,7 @@ class _Run:
         if self.stop.requested:
             kept = f"the state is saved in {self.config.run_dir}" if self.step else "there is nothing to save yet"
             self.progress.message(
-                f"Stopped by {self.stop.signal_name} after step {self.step:,}: {kept}; "
-                "the same command goes on from there."
+                f"Stopped by {self.stop.cause} after step {self.step:,}: {kept}; the same command goes on from there."
             )
         return not self.stop.requested
 
@@ -281,8 +282,8 @@ class _Run:
             batch_size=config.training.batch_size,
             seed=config.training.seed,
             start_sample=int(self.state.samples),
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=self._part,
+            process_count=self._parts,
         )
         with contextlib.closing(batches):
             while not self.stop.requested:
@@ -307,7 +308,7 @@ class _Run:
         self.watchdog.at(f"step {self.step + 1}")
         self.state, metrics = train_step(self.state, batch)
         self.step += 1
-        before, self._pending = self._pending, _Pending(metrics, dispatched, dispatched - started)
+        before, self._pending = self._pending, _Pending(metrics, self.stop.vote(), dispatched, dispatched - started)
         self._read(before)
 
     def _read_pending(self) -> None:
@@ -319,6 +320,7 @@ class _Run:
         if pending is None:
             return
         metrics = StepMetrics(*(x.item() for x in jax.device_get(pending.metrics)))
+        self.stop.note(pending.stop_votes)
         now = time.perf_counter()
         batch = self.config.training.batch_size
         rows = batch * self.config.data.sequence_length
@@ -390,7 +392,7 @@ class _Run:
             lowered = lower_eval_step(self.program, config, self.mesh, params, batch_size)
             self._eval_step = lowered.compile(compiler_options(self.mesh))
         batches = evaluation_batches(
-            config.data, batch_size=batch_size, process_index=jax.process_index(), process_count=jax.process_count()
+            config.data, batch_size=batch_size, process_index=self._part, process_count=self._parts
         )
 
         def should_stop(number: int) -> bool:
@@ -425,7 +427,8 @@ class _Run:
     def show_sample(self) -> None:
         """Prints how the model continues `evaluation.sample_prompt`."""
         settings = self.config.evaluation
-        if not settings.sample_prompt:
+        # Several processes would each hold a part of the sample.
+        if not settings.sample_prompt or jax.process_count() > 1:
             return
         self.watchdog.at("sampling")
         tokenizer = dataset_tokenizer(self.config.data.paths[0])
@@ -446,4 +449,7 @@ class _Run:
 
     def _to_devices(self, batch: dict[str, np.ndarray]) -> Batch:
         sharding = batch_sharding(self.mesh)
-        return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+        return {
+            name: jax.make_array_from_process_local_data(sharding, rows, (self._parts * len(rows), *rows.shape[1:]))
+            for name, rows in batch.items()
+        }

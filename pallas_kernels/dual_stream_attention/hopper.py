@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.dispatch import target_device
+from pallas_kernels.dispatch import is_nvidia_gpu, target_device
 from pallas_kernels.dual_stream_attention import hopper_tuning
 from pallas_kernels.dual_stream_attention.hopper_tiles import BLOCK_ROWS, RowTiles, row_tiles
 from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_ranges
@@ -32,7 +32,7 @@ def unsupported(
     """Reason why the Hopper kernels cannot do the call on the device that is compiled for, or None."""
     del streams, segment_ids, deterministic
     device = target_device()
-    if "cuda" not in device.client.platform_version or device.compute_capability != "9.0":
+    if not is_nvidia_gpu(device) or device.compute_capability != "9.0":
         return f"it needs a Hopper GPU, and the device is {device.device_kind}"
     if jax.__version_info__[:2] != _JAX:
         return f"it needs JAX {'.'.join(map(str, _JAX))}, and this is {jax.__version__}"

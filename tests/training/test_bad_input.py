@@ -86,7 +86,7 @@ def _edit(path: Path, before: str, after: str) -> int:
             "training.batch_size: must be a whole number, got true",
         ),
         (
-            "mesh:\n  data: -1\n  fsdp: 1\n  tensor: 1",
+            "mesh:\n  data: -1\n  fsdp: 1\n  tensor: 1\n  context: 1",
             "mesh: 8",
             "mesh: is a section, its settings go indented below it; got 8",
         ),
@@ -190,8 +190,8 @@ def test_key_and_value_heads_that_the_tensor_axis_does_not_divide(fails, unprepa
 
 def test_a_mesh_of_another_size(fails, unprepared, settings_file):
     assert fails("--mesh.data", "3", *unprepared, devices=4) == (
-        f"command line, {_lines(settings_file, 'fsdp: 1', 'tensor: 1')}: mesh: data 3 x fsdp 1 x tensor 1 does "
-        "not make the 4 devices of this run; choose axes whose product is that number"
+        f"command line, {_lines(settings_file, 'fsdp: 1', 'tensor: 1', 'context: 1')}: mesh: data 3 x fsdp 1 x "
+        "context 1 x tensor 1 does not make the 4 devices of this run; choose axes whose product is that number"
     )
 
 

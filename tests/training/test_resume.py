@@ -102,16 +102,16 @@ def test_a_run_without_a_readable_checkpoint_does_not_start_anew(name, finished,
 
 @pytest.mark.slow
 def test_another_mesh_goes_on_to_float_tolerance(finished, data, tmp_path):
-    """Steps 1-4 on data 8, 5-8 on fsdp 4 x tensor 2, 9-12 on one device."""
+    """Steps 1-4 on data 8, 5-8 on fsdp 2 x tensor 2, 9-12 on one device."""
     changes = {"training__accumulation": 1}
     for steps, devices, mesh in [
         (4, 8, {}),
-        (8, 8, {"mesh__fsdp": 4, "mesh__tensor": 2}),
+        (8, 8, {"mesh__fsdp": 2, "mesh__tensor": 2}),
         (12, 1, {}),
     ]:
         part = run(config_of(tmp_path / "run", data, training__steps=steps, **mesh, **changes), devices)
         assert part.code == 0
-        assert ("data 8" if not mesh else "fsdp 4 x tensor 2") in part.out or devices == 1
+        assert ("data 8" if not mesh else "fsdp 2 x tensor 2") in part.out or devices == 1
     for name in ("loss", "grad_norm"):
         ours, reference = ([line[name] for line in lines] for lines in (part.steps, finished.steps))
         np.testing.assert_allclose(ours, reference, rtol=2e-3)

@@ -42,7 +42,7 @@ RUN = [
     "metrics.progress",
     "metrics.peak_tflops",
 ]
-MESH = ["mesh.data", "mesh.fsdp", "mesh.tensor"]
+MESH = ["mesh.data", "mesh.fsdp", "mesh.tensor", "mesh.context"]
 # A test of its own for each of these, at the end.
 OTHERS = [
     "run_dir",
