@@ -37,7 +37,7 @@ _LEAST_ROWS = 128
 
 
 def inference_mesh(*, tensor: int = 1, context: int = 1, data: int = 1, devices: list | None = None) -> Mesh:
-    """A mesh for the engine: `tensor` cuts heads, feed-forward width and vocabulary, `context` prompts, `data` batches."""
+    """A mesh: `tensor` cuts heads, feed-forward width and vocabulary, `context` prompts, `data` the batch."""
     shape, names = (data, 1, tensor, context), (*MESH_AXES, "context")
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 4, devices=devices)
 
