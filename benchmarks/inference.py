@@ -4,14 +4,14 @@ python -m benchmarks.inference --shape qwen3-8b --lengths 8192,32768,131072,1048
 Both models have the same random weights, in bfloat16 (Orthros has its scales and offsets besides), and run through the
 same engine in one process, in turns. The shape `tiny` runs anywhere.
 
-Time to first token: from the prompts on the host to the first token of the whole batch on the host. Decode: tokens of the
-whole batch a second, over the steps that follow. End to end: prompts to the last of `--new-tokens` tokens, all on the
-host. Each is the median of `--repeats` runs, fewer where they take longer than `--seconds`. Operations are counted as in
-`orthros_jax/model/flops.py`; a prefill's floor is its operations at the ceiling, a decode step's the bytes of weights and
-cache. "ratio" is the Transformer's time over Orthros's, "of operations" the same of their operations.
+Time to first token: from the prompts on the host to the first token of the whole batch on the host. Decode: tokens of
+the whole batch a second, over the steps that follow. End to end: prompts to the last of `--new-tokens` tokens, all on
+the host. Each is the median of `--repeats` runs, fewer where they take longer than `--seconds`. Operations are counted
+as in `orthros_jax/model/flops.py`; a prefill's floor is its operations at the ceiling, a decode step's the bytes of
+weights and cache. "ratio" is the Transformer's time over Orthros's, "of operations" the same of their operations.
 
-A prompt whose cache in bfloat16 does not fit beside the weights gets an 8-bit cache. The Transformer's time at more than
-`--longest-full` tokens is that of one hidden layer, measured, times their number.
+A prompt whose cache in bfloat16 does not fit beside the weights gets an 8-bit cache. The Transformer's time at more
+than `--longest-full` tokens is that of one hidden layer, measured, times their number.
 """
 
 import argparse

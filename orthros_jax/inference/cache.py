@@ -2,8 +2,8 @@
 
 Letters: B sequences, K key/value heads, S slots, H head size, C rows of a chunk, X devices along the context axis.
 
-A layer's cache is [B, K, S, H], the layout of the decode kernels. A full cache keeps position p in slot p. The ring of a
-sliding-window model has W slots and keeps position p in slot p mod W: attention does not mind the order of keys, and
+A layer's cache is [B, K, S, H], the layout of the decode kernels. A full cache keeps position p in slot p. The ring of
+a sliding-window model has W slots and keeps position p in slot p mod W: attention does not mind the order of keys, and
 their rotation was fixed when they were made. Where the context axis cuts prompts, a program's chunk of X * C positions
 gives C to each device, which appends them to its own slots: a device's slots are in the order of their positions.
 """

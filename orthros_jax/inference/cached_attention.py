@@ -1,7 +1,7 @@
 """Attention of a prompt's chunks and of decoded tokens over the cache, on each device's own heads, rows and slots.
 
-Letters: B sequences, C rows of a chunk on one device, R rows of a decoding step, N query heads, K key/value heads, H head
-size, W window, S slots, X devices along the context axis.
+Letters: B sequences, C rows of a chunk on one device, R rows of a decoding step, N query heads, K key/value heads, H
+head size, W window, S slots, X devices along the context axis.
 """
 
 import jax

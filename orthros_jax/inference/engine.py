@@ -37,7 +37,7 @@ _LEAST_ROWS = 128
 
 
 def inference_mesh(*, tensor: int = 1, context: int = 1, data: int = 1, devices: list | None = None) -> Mesh:
-    """A mesh for the engine: `tensor` cuts heads, feed-forward width and vocabulary, `context` prompts, `data` batches."""
+    """A mesh: `tensor` cuts heads, feed-forward width and vocabulary, `context` prompts, `data` the batch."""
     sizes = {"data": data, "fsdp": 1, "context": context, "tensor": tensor}
     shape = tuple(sizes[axis] for axis in MESH_AXES)
     return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape), devices=devices)

@@ -34,7 +34,7 @@ class FusedAttention(Attention):
         )
 
     def project(self, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, T, N, H] and keys and values [B, T, K, H] of normalised rows [B, T, D], as the product makes them."""
+        """Queries [B, T, N, H], keys and values [B, T, K, H] as the product makes them of normalised rows [B, T, D]."""
         fused = self.query_key_value(rows)
         q, k, v = fused[..., : self.group, :], fused[..., self.group, :], fused[..., self.group + 1, :]
         return q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v

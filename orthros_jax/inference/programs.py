@@ -32,8 +32,8 @@ class Prefill(NamedTuple):
     Attributes:
       caches: one a layer.
       halos: one a hidden layer, None for models whose context rows see the whole past.
-      rows: [B, D], what the output rows start from: the embedding of each prompt's last token or, in single-stream models,
-        the last context row before the last layer. Junk until that row has been seen.
+      rows: [B, D], what the output rows start from: the embedding of each prompt's last token or, in single-stream
+        models, the last context row before the last layer. Junk until that row has been seen.
     """
 
     caches: tuple[LayerCache, ...]
