@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from orthros_jax.data.storage import atomic_writer
 from orthros_jax.errors import UserError
 from orthros_jax.inference.engine import CacheType, Engine, inference_mesh
-from orthros_jax.inference.generation import Completion, Request, check_prompt, generate
+from orthros_jax.inference.generation import Completion, Request, check_prompt, encode_prompts, generate
 from orthros_jax.inference.load import StoredModel, open_model, open_run
 from orthros_jax.inference.prompts import Prompt, decode_text, read_prompts, read_text, without_line_end
 from orthros_jax.inference.sampling import Sampling
@@ -155,11 +155,9 @@ def _check_output(path: Path) -> None:
 
 
 def _requests(prompts: list[Prompt], model: StoredModel) -> list[Request]:
-    """The prompts in tokens, with BOS where documents open with it."""
-    bos = [model.tokenizer.bos_id] if model.bos and model.tokenizer.bos_id is not None else []
-    encoded = model.tokenizer.encode_batch([prompt.text for prompt in prompts])
+    encoded = encode_prompts(model.tokenizer, model.bos, [prompt.text for prompt in prompts])
     return [
-        Request(bos + ids.tolist() if len(ids) else [], prompt.max_tokens, prompt.sampling, prompt.stop)
+        Request(ids, prompt.max_tokens, prompt.sampling, prompt.stop)
         for prompt, ids in zip(prompts, encoded, strict=True)
     ]
 

@@ -29,7 +29,9 @@ from orthros_jax.data.kept_tokenizer import keep_tokenizer
 from orthros_jax.data.prepare import prepare_if_missing
 from orthros_jax.data.storage import DISK_FULL, folder_lock
 from orthros_jax.errors import UserError
-from orthros_jax.inference.sample import sample_continuation
+from orthros_jax.inference.engine import Engine
+from orthros_jax.inference.generation import Request, encode_prompts, generate
+from orthros_jax.inference.sampling import Sampling
 from orthros_jax.model.flops import forward_flops
 from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, state_shardings
 from orthros_jax.training import report
@@ -439,24 +441,27 @@ class _Run:
         self.checkpoints.save(self.step, self.state, metadata, wait=wait)
 
     def show_sample(self) -> None:
-        """Prints how the model continues `evaluation.sample_prompt`."""
+        """Prints how the model continues `evaluation.sample_prompt`; a run on several hosts shows none."""
         settings = self.config.evaluation
-        if not settings.sample_prompt:
+        if not settings.sample_prompt or jax.process_count() > 1:
             return
         self.watchdog.at("sampling")
         tokenizer = dataset_tokenizer(self.config.data.paths[0])
-        (prompt,) = tokenizer.encode_batch([settings.sample_prompt])
-        if read_index(self.config.data.paths[0])["bos"]:
-            prompt = np.asarray([tokenizer.bos_id, *prompt])
-        params = self.state.params if self.state.ema is None else self.state.ema
-        copies = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        bos = read_index(self.config.data.paths[0])["bos"]
+        (prompt,) = encode_prompts(tokenizer, bos, [settings.sample_prompt])
         tokens = min(settings.sample_tokens, self.config.model.max_sequence_length - len(prompt))
         if tokens <= 0:
             return
-        ids = sample_continuation(self.program.graph, params, prompt, tokens, copies=copies)
-        if tokenizer.eos_id in ids:
-            ids = ids[: list(ids).index(tokenizer.eos_id)]
-        self.progress.message(f"Sample:\n{settings.sample_prompt}{tokenizer.decode(ids.tolist())}\n")
+        engine = Engine(
+            self.config.model,
+            self.state.params if self.state.ema is None else self.state.ema,
+            capacity=len(prompt) + tokens,
+            batch_size=self.mesh.shape["data"] * self.mesh.shape["fsdp"],
+            mesh=self.mesh,
+        )
+        stop_ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+        (sample,), _ = generate(engine, tokenizer, [Request(prompt, tokens, Sampling())], stop_ids=stop_ids)
+        self.progress.message(f"Sample:\n{settings.sample_prompt}{sample.text}\n")
 
     # Devices
 
