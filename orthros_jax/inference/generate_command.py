@@ -223,7 +223,7 @@ def _continue_all(
         batch = requests[start : start + size]
         completions, _ = generate(engine, model.tokenizer, batch, stop_ids=model.stop_ids)
         for prompt, request, completion in zip(prompts[start:], batch, completions, strict=False):
-            write(json.dumps(_line(prompt, request, completion), ensure_ascii=False) + "\n")
+            write(_json_line(_line(prompt, request, completion)))
         _note(f"{start + len(batch):,} of {len(requests):,} prompts")
 
 
@@ -237,6 +237,14 @@ def _line(prompt: Prompt, request: Request, completion: Completion) -> dict[str,
         "new_tokens": len(completion.tokens),
         "seed": request.sampling.seed,
     }
+
+
+def _json_line(value: dict[str, Any]) -> str:
+    """One line also for readers that break lines wherever Unicode does, such as `str.splitlines`."""
+    line = json.dumps(value, ensure_ascii=False)
+    for separator in "\x85\u2028\u2029":
+        line = line.replace(separator, f"\\u{ord(separator):04x}")
+    return line + "\n"
 
 
 @contextmanager
