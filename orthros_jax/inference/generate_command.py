@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from orthros_jax.data.storage import atomic_writer
 from orthros_jax.errors import UserError
 from orthros_jax.inference.engine import CacheType, Engine, inference_mesh
-from orthros_jax.inference.generation import Completion, Request, check_prompt, generate
+from orthros_jax.inference.generation import Completion, Request, check_prompt, encode_prompts, generate
 from orthros_jax.inference.load import StoredModel, open_model, open_run
 from orthros_jax.inference.prompts import Prompt, decode_text, read_prompts, read_text, without_line_end
 from orthros_jax.inference.sampling import Sampling
@@ -155,11 +155,9 @@ def _check_output(path: Path) -> None:
 
 
 def _requests(prompts: list[Prompt], model: StoredModel) -> list[Request]:
-    """The prompts in tokens, with BOS where documents open with it."""
-    bos = [model.tokenizer.bos_id] if model.bos and model.tokenizer.bos_id is not None else []
-    encoded = model.tokenizer.encode_batch([prompt.text for prompt in prompts])
+    encoded = encode_prompts(model.tokenizer, model.bos, [prompt.text for prompt in prompts])
     return [
-        Request(bos + ids.tolist() if len(ids) else [], prompt.max_tokens, prompt.sampling, prompt.stop)
+        Request(ids, prompt.max_tokens, prompt.sampling, prompt.stop)
         for prompt, ids in zip(prompts, encoded, strict=True)
     ]
 
@@ -225,7 +223,7 @@ def _continue_all(
         batch = requests[start : start + size]
         completions, _ = generate(engine, model.tokenizer, batch, stop_ids=model.stop_ids)
         for prompt, request, completion in zip(prompts[start:], batch, completions, strict=False):
-            write(json.dumps(_line(prompt, request, completion), ensure_ascii=False) + "\n")
+            write(_json_line(_line(prompt, request, completion)))
         _note(f"{start + len(batch):,} of {len(requests):,} prompts")
 
 
@@ -239,6 +237,14 @@ def _line(prompt: Prompt, request: Request, completion: Completion) -> dict[str,
         "new_tokens": len(completion.tokens),
         "seed": request.sampling.seed,
     }
+
+
+def _json_line(value: dict[str, Any]) -> str:
+    """One line also for readers that break lines wherever Unicode does, such as `str.splitlines`."""
+    line = json.dumps(value, ensure_ascii=False)
+    for separator in "\x85\u2028\u2029":
+        line = line.replace(separator, f"\\u{ord(separator):04x}")
+    return line + "\n"
 
 
 @contextmanager

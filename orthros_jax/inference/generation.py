@@ -66,6 +66,12 @@ class Timing:
     tokens: int
 
 
+def encode_prompts(tokenizer: Tokenizer, bos: bool, texts: list[str]) -> list[list[int]]:
+    """The token ids of texts, behind BOS where documents open with it; none for a text without tokens."""
+    opening = [tokenizer.bos_id] if bos and tokenizer.bos_id is not None else []
+    return [opening + ids.tolist() if len(ids) else [] for ids in tokenizer.encode_batch(texts)]
+
+
 def check_prompt(tokens: int, capacity: int) -> None:
     """Refuses a prompt of so many tokens that a cache cannot hold.
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from orthros_jax.config import Config, ConfigError, to_dict
 from orthros_jax.config_reader import save_config
 from orthros_jax.data.dataset import TokenDataset, dataset_tokenizer, read_index
+from orthros_jax.data.kept_tokenizer import keep_tokenizer
 from orthros_jax.data.loader import (
     bytes_per_token,
     check_vocabulary,
@@ -24,11 +25,12 @@ from orthros_jax.data.loader import (
     open_datasets,
     training_batches,
 )
-from orthros_jax.data.kept_tokenizer import keep_tokenizer
 from orthros_jax.data.prepare import prepare_if_missing
 from orthros_jax.data.storage import DISK_FULL, folder_lock
 from orthros_jax.errors import UserError
-from orthros_jax.inference.sample import sample_continuation
+from orthros_jax.inference.engine import Engine
+from orthros_jax.inference.generation import Request, encode_prompts, generate
+from orthros_jax.inference.sampling import Sampling
 from orthros_jax.model.flops import forward_flops
 from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, host_share
 from orthros_jax.training import report
@@ -425,25 +427,27 @@ class _Run:
         self.checkpoints.save(self.step, self.state, metadata, wait=wait)
 
     def show_sample(self) -> None:
-        """Prints how the model continues `evaluation.sample_prompt`."""
+        """Prints how the model continues `evaluation.sample_prompt`; a run on several hosts shows none."""
         settings = self.config.evaluation
-        # Several processes would each hold a part of the sample.
         if not settings.sample_prompt or jax.process_count() > 1:
             return
         self.watchdog.at("sampling")
         tokenizer = dataset_tokenizer(self.config.data.paths[0])
-        (prompt,) = tokenizer.encode_batch([settings.sample_prompt])
-        if read_index(self.config.data.paths[0])["bos"]:
-            prompt = np.asarray([tokenizer.bos_id, *prompt])
-        params = self.state.params if self.state.ema is None else self.state.ema
-        copies = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        bos = read_index(self.config.data.paths[0])["bos"]
+        (prompt,) = encode_prompts(tokenizer, bos, [settings.sample_prompt])
         tokens = min(settings.sample_tokens, self.config.model.max_sequence_length - len(prompt))
         if tokens <= 0:
             return
-        ids = sample_continuation(self.program.graph, params, prompt, tokens, copies=copies)
-        if tokenizer.eos_id in ids:
-            ids = ids[: list(ids).index(tokenizer.eos_id)]
-        self.progress.message(f"Sample:\n{settings.sample_prompt}{tokenizer.decode(ids.tolist())}\n")
+        engine = Engine(
+            self.config.model,
+            self.state.params if self.state.ema is None else self.state.ema,
+            capacity=len(prompt) + tokens,
+            batch_size=self.mesh.shape["data"] * self.mesh.shape["fsdp"],
+            mesh=self.mesh,
+        )
+        stop_ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+        (sample,), _ = generate(engine, tokenizer, [Request(prompt, tokens, Sampling())], stop_ids=stop_ids)
+        self.progress.message(f"Sample:\n{settings.sample_prompt}{sample.text}\n")
 
     # Devices
 

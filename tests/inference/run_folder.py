@@ -21,7 +21,7 @@ from orthros_jax.training.checkpoint import Checkpoints
 LENGTH = 64
 SETTINGS: dict[str, Any] = {
     "model.vocab_size": 260,
-    "model.num_layers": 2,
+    "model.num_layers": 1,
     "model.model_dim": 16,
     "model.num_heads": 4,
     "model.num_kv_heads": 2,
@@ -29,14 +29,17 @@ SETTINGS: dict[str, Any] = {
     "model.ffn_dim": 24,
     "model.window": 6,
     "model.compute_dtype": "float32",
-    "model.init_std": 0.4,
     "model.max_sequence_length": LENGTH,
     "data.sequence_length": 32,
 }
 
 
 def random_params(config: Config, seed: int) -> dict:
-    return nnx.to_pure_dict(nnx.state(build_model(config.model, nnx.Rngs(seed)), nnx.Param))
+    """Drawn by NumPy, which compiles nothing."""
+    model = nnx.eval_shape(lambda: build_model(config.model, nnx.Rngs(0)))
+    shapes = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: random.normal(scale=0.4, size=x.shape).astype(x.dtype), shapes)
 
 
 def make_run(folder: Path, steps: dict[int, dict], config: Config) -> Path:
@@ -48,7 +51,11 @@ def make_run(folder: Path, steps: dict[int, dict], config: Config) -> Path:
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(spelled))
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=9, keep_every=None)
     for step, state in steps.items():
-        checkpoints.save(step, state, {"config": to_dict(config), "data": None, "flops": 0.0, "origin": None})
+        checkpoints.save(
+            step,
+            jax.tree.map(jax.device_put, state),
+            {"config": to_dict(config), "data": None, "flops": 0.0, "origin": None},
+        )
     checkpoints.close()
     return folder
 
@@ -67,7 +74,7 @@ def _scores(graph, params, tokens, segment_ids):
 
 def greedy(config: Config, params: dict, prompt: list[int], max_tokens: int) -> list[int]:
     """The likeliest tokens after a prompt, by a whole forward pass as in pretraining for each; stops behind EOS."""
-    graph, _ = nnx.split(build_model(config.model, nnx.Rngs(0)), nnx.Param)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: build_model(config.model, nnx.Rngs(0))), nnx.Param)
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens and tokens[-1] != ByteTokenizer.eos_id:
         rows = np.zeros((2, 1, LENGTH + 1), np.int32)

@@ -5,18 +5,18 @@ import json
 import os
 import shutil
 import sys
-import threading
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from run_folder import LENGTH, greedy, make_run, random_params, small_config
+from run_folder import LENGTH, greedy, make_run, small_config
 
 from orthros_jax.__main__ import main
 from orthros_jax.data.kept_tokenizer import GENERATION_CONFIG_FILE
 from orthros_jax.data.tokenizer import ByteTokenizer, train_bpe
+from orthros_jax.errors import UserError
+from orthros_jax.inference.prompts import Prompt, read_prompts
+from orthros_jax.inference.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
 
@@ -46,8 +46,12 @@ def command(capfdbinary, monkeypatch):
     """Returns command(arguments, stdin) -> (exit code, standard output, standard error)."""
 
     def command(*arguments: Any, stdin: bytes | None = None) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", _Input(stdin))
-        code = main(["generate", *map(str, arguments)])
+        given = _Input(stdin)
+        monkeypatch.setattr(sys, "stdin", given)
+        try:
+            code = main(["generate", *map(str, arguments)])
+        finally:
+            given.buffer.close()
         out, err = capfdbinary.readouterr()
         return code, out.decode(), err.decode()
 
@@ -89,59 +93,33 @@ def expected(params, prompt: str, max_tokens: int) -> str:
 # What it says
 
 
-def test_a_prompt_is_continued_with_its_likeliest_tokens(says, params):
-    text = expected(params[8], "the dog", 12)
-    assert says(*GREEDY, "--prompt", "the dog", "--max_tokens", 12) == f"{text}\n"
-    assert says(*GREEDY, "--max_tokens", 12, stdin=b"the dog\n") == f"{text}\n"
+def test_a_prompt_is_continued_with_its_likeliest_tokens(command, run_dir, params):
+    code, out, err = command("--run", run_dir, *GREEDY, "--max_tokens", 12, stdin=b"the dog\n")
+    assert (code, out) == (0, f"{expected(params[8], 'the dog', 12)}\n")
+    (note,) = err.splitlines()
+    assert note.startswith("8 prompt tokens, 12 new ones (length); the first after ")
+    assert note.endswith(" tokens/s")
 
 
-def test_a_named_step_and_a_file(says, params, tmp_path):
+def test_a_stream_of_a_named_step_and_a_file(says, params, tmp_path, monkeypatch):
+    pieces = []
+    monkeypatch.setattr("orthros_jax.inference.generate_command._write", pieces.append)
     file = tmp_path / "prompt.txt"
     file.write_bytes("\ufeffthe dog\r\n".encode())
-    text = expected(params[4], "the dog", 12)
-    assert text != expected(params[8], "the dog", 12)
-    assert says(*GREEDY, "--step", 4, "--prompt_file", file, "--max_tokens", 12) == f"{text}\n"
+    says(*GREEDY, "--step", 4, "--prompt_file", file, "--max_tokens", 12, "--stream")
+    assert "".join(pieces) == f"{expected(params[4], 'the dog', 12)}\n"
+    assert len(pieces) > 4
+    assert expected(params[4], "the dog", 12) != expected(params[8], "the dog", 12)
 
 
 def test_averaged_parameters_are_taken_where_the_run_has_them(command, params, tmp_path):
     config = small_config(optimizer__ema_decay=0.5)
-    state = {"params": params[4], "ema": params[8]}
-    folder = make_run(tmp_path / "run", {3: jax.tree.map(jax.numpy.asarray, state)}, config)
+    folder = make_run(tmp_path / "run", {3: {"params": params[4], "ema": params[8]}}, config)
     _, out, _ = command("--run", folder, *GREEDY, "--prompt", "the dog", "--max_tokens", 12)
     assert out == f"{expected(params[8], 'the dog', 12)}\n"
 
 
-def test_notes_go_to_standard_error(command, run_dir):
-    code, _, err = command("--run", run_dir, "--prompt", "ab", "--max_tokens", 5, "--temperature", 0)
-    assert code == 0
-    (line,) = err.splitlines()
-    assert line.startswith("3 prompt tokens, 5 new ones (length); the first after ")
-    assert line.endswith(" tokens/s")
-
-
-def test_a_stream_shows_the_same_text_piece_by_piece(says, monkeypatch):
-    plain = says("--prompt", "the dog", "--max_tokens", 30, "--seed", 3)
-    pieces = []
-    monkeypatch.setattr("orthros_jax.inference.generate_command._write", pieces.append)
-    says("--prompt", "the dog", "--max_tokens", 30, "--seed", 3, "--stream")
-    assert "".join(pieces) == plain
-    assert len(pieces) > 15
-
-
-def test_the_seed_decides(says):
-    texts = [says("--prompt", "x", "--max_tokens", 20, "--seed", seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_stop_strings(says):
-    whole = says("--prompt", "x", "--max_tokens", 40, "--seed", 5)
-    letters = [c for c in dict.fromkeys(whole) if whole.count(c) == 1 and c.isprintable()]
-    first, second = letters[2], letters[4]
-    stopped = says("--prompt", "x", "--max_tokens", 40, "--seed", 5, "--stop", second, "--stop", first)
-    assert stopped == whole[: whole.index(first)] + "\n"
-
-
-def test_stop_tokens_of_a_generation_config(command, run_dir, params, tmp_path):
+def test_stop_tokens_of_a_generation_config_and_a_full_cache(command, run_dir, params, tmp_path):
     folder = shutil.copytree(run_dir, tmp_path / "run")
     tokens = greedy(small_config(), params[8], [BOS, *b"the dog"], 12)
     stop = next(n for n in range(3, 12) if tokens[n] not in tokens[:n])
@@ -149,54 +127,49 @@ def test_stop_tokens_of_a_generation_config(command, run_dir, params, tmp_path):
     _, out, err = command("--run", folder, *GREEDY, "--prompt", "the dog", "--max_tokens", 12)
     assert out == ByteTokenizer().decode(tokens[:stop]) + "\n"
     assert f"{stop + 1} new ones (stop)" in err
+    _, out, err = command("--run", run_dir, *GREEDY, "--prompt", "the dog", "--capacity", 19)
+    assert out == ByteTokenizer().decode(tokens) + "\n"
+    assert "12 new ones (capacity)" in err
 
 
 def test_lines_in_and_lines_out(says, tmp_path):
-    """Settings of a line win; its text does not depend on the batch that it is in; nothing else is written."""
-    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    """Settings of a line win; its text depends on its seed alone, not on its batch; nothing else is written."""
+    source, target, engine = tmp_path / "in.jsonl", tmp_path / "out.jsonl", ["--batch_size", 2, "--capacity", LENGTH]
     lines = [
         {"prompt": "the dog", "id": {"any": "thing"}},
         {"prompt": "the dog", "temperature": 0, "max_tokens": 6},
-        {"prompt": "é🦊\u2028", "top_k": 3, "top_p": 0.9, "min_p": 0.01, "seed": 77, "id": 3},
-        {"prompt": "the dog", "stop": "e", "max_tokens": 30},
-        {"prompt": "a long prompt, of more tokens than the others", "stop": ["zzz", "yyy"]},
+        {"prompt": "é🦊\u2028\x85", "top_k": 3, "top_p": 0.9, "min_p": 0.01, "seed": 77, "id": 3},
+        {"prompt": "the dog", "seed": 40, "max_tokens": 30},
+        {"prompt": "a long prompt, of more tokens than others", "stop": ["zzz", "yyy"]},
     ]
     source.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n")
-    assert says("--input", source, "--output", target, "--max_tokens", 10, "--seed", 40, "--batch_size", 2) == ""
+    assert says("--input", source, "--output", target, "--max_tokens", 10, "--seed", 40, *engine) == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
     found = [json.loads(line) for line in target.read_text().splitlines()]
     assert [line["prompt"] for line in found] == [line["prompt"] for line in lines]
     assert [line.get("id") for line in found] == [{"any": "thing"}, None, 3, None, None]
-    assert [line["seed"] for line in found] == [40, 41, 77, 43, 44]
-    assert [line["prompt_tokens"] for line in found] == [8, 8, 10, 8, 46]
-    assert [line["new_tokens"] for line in found[:3]] == [10, 6, 10]
-    assert found[3]["finish_reason"] == "stop"
-    assert "e" not in found[3]["text"]
-    assert [line["finish_reason"] for line in found[:3]] == ["length"] * 3
-    for number, options in (
-        (0, ["--seed", 40, "--max_tokens", 10]),
-        (1, ["--temperature", 0, "--max_tokens", 6]),
-        (2, ["--seed", 77, "--top_k", 3, "--top_p", 0.9, "--min_p", 0.01, "--max_tokens", 10]),
-    ):
-        assert says("--prompt", lines[number]["prompt"], *options) == found[number]["text"] + "\n"
-    shown = says("--input", source, "--max_tokens", 10, "--seed", 40)
-    assert [json.loads(line) for line in shown.split("\n")[:-1]] == found
+    assert [line["seed"] for line in found] == [40, 41, 77, 40, 44]
+    assert [line["prompt_tokens"] for line in found] == [8, 8, 12, 8, 42]
+    assert [line["new_tokens"] for line in found] == [10, 6, 10, 30, 10]
+    assert [line["finish_reason"] for line in found] == ["length"] * 5
+    assert found[3]["text"].startswith(found[0]["text"].rstrip("\ufffd"))
+    assert not found[1]["text"].startswith(found[0]["text"][:4])
+    again = lines[2] | {"stop": found[2]["text"][2:4]}
+    source.write_text("".join(json.dumps(line) + "\n" for line in (again, {"prompt": "x"}, lines[0] | {"seed": 40})))
+    shown = [json.loads(line) for line in says("--input", source, "--max_tokens", 10, *engine).splitlines()]
+    assert shown[0]["finish_reason"] == "stop"
+    assert shown[0]["text"] == found[2]["text"][: found[2]["text"].index(again["stop"])]
+    assert shown[2] == found[0]
 
 
-def test_a_mesh_says_the_same(says, tmp_path):
-    source = tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("the dog", "a", "two heads")))
-    alone = says("--input", source, *GREEDY, "--max_tokens", 8)
-    assert says("--input", source, *GREEDY, "--max_tokens", 8, "--mesh.tensor", 2, "--mesh.data", 2) == alone
+def test_a_mesh_says_the_same(says, params, tmp_path):
+    source, prompts = tmp_path / "in.jsonl", ("the dog", "a", "two heads")
+    source.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    out = says("--input", source, *GREEDY, "--max_tokens", 8, "--mesh.tensor", 2, "--mesh.data", 2)
+    assert [json.loads(line)["text"] for line in out.splitlines()] == [expected(params[8], p, 8) for p in prompts]
 
 
-def test_a_full_cache_ends_the_text(command, run_dir, params):
-    _, out, err = command("--run", run_dir, *GREEDY, "--prompt", "the dog", "--capacity", 12)
-    assert out == f"{expected(params[8], 'the dog', 5)}\n"
-    assert "5 new ones (capacity)" in err
-
-
-def test_an_interrupt_and_a_closed_pipe(command, run_dir, monkeypatch):
+def test_an_interrupt(command, run_dir, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -274,7 +247,7 @@ def test_a_tokenizer_that_is_missing_or_too_large(fails, run_dir, tmp_path):
     )
 
 
-@pytest.mark.parametrize("ids", ["</s>", [1.5], True])
+@pytest.mark.parametrize("ids", ["</s>", [1.5]])
 def test_stop_tokens_that_are_none(fails, run_dir, tmp_path, ids):
     folder = shutil.copytree(run_dir, tmp_path / "run")
     path = folder / GENERATION_CONFIG_FILE
@@ -354,13 +327,22 @@ def test_files_that_cannot_be_read(fails, tmp_path, option):
         ('{"prompt": "a", "stop": 5}', '"stop" must be text or a list of texts'),
         ('{"prompt": "a", "stop": ["a", 5]}', '"stop" must be text or a list of texts'),
         ('{"prompt": "a", "stop": ""}', "a stop string must not be empty"),
-        ('{"prompt": ""}', "the prompt is empty; give at least one character"),
     ],
 )
-def test_a_line_that_is_wrong(fails, tmp_path, line, message):
+def test_a_line_that_is_wrong(tmp_path, line, message):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "good"}\n\n' + line + "\n")
-    assert fails("--input", source, "--output", tmp_path / "out.jsonl") == f"{source}:3: {message}"
+    with pytest.raises(UserError) as error:
+        read_prompts(str(source), Prompt("command line", "", 10, Sampling(), ()))
+    assert str(error.value) == f"{source}:3: {message}"
+
+
+def test_a_wrong_line_leaves_no_output(fails, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "good"}\n{"prompt": ""}\n')
+    assert fails("--input", source, "--output", tmp_path / "out.jsonl") == (
+        f"{source}:2: the prompt is empty; give at least one character"
+    )
 
 
 def test_a_file_without_lines(fails, tmp_path):
@@ -411,11 +393,10 @@ def test_a_setting_out_of_range(fails, option, value, message):
 
 
 def test_weights_that_are_not_finite_leave_no_output(fails, params, tmp_path):
-    broken = jax.tree.map(jax.numpy.asarray, params[4])
-    broken["final_norm"]["scale"] = broken["final_norm"]["scale"].at[0].set(np.nan)
+    broken = params[4] | {"final_norm": {"scale": np.full(16, np.nan, np.float32)}}
     folder = make_run(tmp_path / "run", {1: {"params": broken}}, small_config())
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}\n')
-    assert fails("--input", source, "--output", tmp_path / "out.jsonl", model=("--run", folder)) == (
-        "the model's scores are not finite: its weights are damaged, or too large for the compute or cache type"
-    )
+    assert fails(
+        "--input", source, "--output", tmp_path / "out.jsonl", "--max_tokens", 20, model=("--run", folder)
+    ) == ("the model's scores are not finite: its weights are damaged, or too large for the compute or cache type")

@@ -178,8 +178,8 @@ def test_scores_that_are_not_finite_give_no_token(bad, settings):
 
 def test_ids_beyond_the_vocabulary_are_never_drawn():
     logits = np.tile(np.arange(10, dtype=np.float32), (200, 1))
-    settings = [Sampling(temperature=0)] + [Sampling(temperature=5.0)] * 199
-    tokens = np.asarray(sample(logits, stack_settings(settings), np.arange(200, dtype=np.int32), vocab_size=7))
+    settings = stack_settings([Sampling(temperature=0)] + [Sampling(temperature=5.0)] * 199)
+    tokens = np.asarray(sample(logits, settings, np.arange(200, dtype=np.int32), vocab_size=7))
     assert tokens[0] == tokens.max() == 6
 
 
