@@ -60,7 +60,7 @@ def model_card(config: Config, metadata: dict, step: int, tokenizer: str, dtype:
             *("", "| | |", "|---|---|", *table, ""),
             *("```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""),
             f'model = AutoModelForCausalLM.from_pretrained("FOLDER"{remote})',
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+            f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{remote})',
             'prompt = tokenizer("Once upon a time", return_tensors="pt")',
             "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))",
             *("```", "", "Needs transformers 5.", ""),
