@@ -152,7 +152,9 @@ def _assemble(
             buffers[str(index)] = index, _aligned_empty(tuple(map(len, part)), np.dtype(shape.dtype))
     for entry in entries:
         source = sources[entry.name]
-        tensor = np.broadcast_to(np.float32(entry.identity or 0), entry.shape) if source is None else read_tensor(source)
+        tensor = (
+            np.broadcast_to(np.float32(entry.identity or 0), entry.shape) if source is None else read_tensor(source)
+        )
         parameter = tensor if source is None else entry.to_parameter(tensor)
         for index, buffer in buffers.values():
             if entry.layer is None:

@@ -56,7 +56,9 @@ def kept_tokenizer(folder: Path) -> tuple[Tokenizer, bool]:
       UserError: there is none, or it is damaged.
     """
     if not (folder / TOKENIZER_FILE).is_file():
-        raise UserError(f"{folder}: tokenizer missing: no {TOKENIZER_FILE} here; copy the one of the model to this place")
+        raise UserError(
+            f"{folder}: tokenizer missing: no {TOKENIZER_FILE} here; copy the one of the model to this place"
+        )
     tokenizer = read_tokenizer(str(folder / TOKENIZER_FILE))
     return tokenizer, tokenizer.bos_id is not None and _adds_bos(folder, tokenizer.bos_id)
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from orthros_jax.config import Config, ConfigError, to_dict
 from orthros_jax.config_reader import save_config
 from orthros_jax.data.dataset import TokenDataset, dataset_tokenizer, read_index
+from orthros_jax.data.kept_tokenizer import keep_tokenizer
 from orthros_jax.data.loader import (
     bytes_per_token,
     check_vocabulary,
@@ -25,7 +26,6 @@ from orthros_jax.data.loader import (
     open_datasets,
     training_batches,
 )
-from orthros_jax.data.kept_tokenizer import keep_tokenizer
 from orthros_jax.data.prepare import prepare_if_missing
 from orthros_jax.data.storage import DISK_FULL, folder_lock
 from orthros_jax.errors import UserError

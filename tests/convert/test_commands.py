@@ -138,7 +138,9 @@ def test_export_refuses_before_it_writes(imported, tmp_path):
     with pytest.raises(UserError, match="no such folder; name the run_dir of a training run or of an import$"):
         export_model(tmp_path / "absent", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"no config\.yaml here, so this is no run; name the run_dir of a training run$"):
+    with pytest.raises(
+        UserError, match=r"no config\.yaml here, so this is no run; name the run_dir of a training run$"
+    ):
         export_model(tmp_path / "empty", tmp_path / "out")
     with pytest.raises(UserError, match="no checkpoint of step 7; the steps are 0"):
         export_model(imported, tmp_path / "out", step=7)

@@ -44,7 +44,11 @@ def folders(tmp_path_factory):
     for name, changes in MODELS.items():
         config = small_config(**changes)
         params = random_params(config)
-        made[name] = write_model(tmp_path_factory.mktemp("hf") / "m", config, params, shard_bytes=30_000), config, params
+        made[name] = (
+            write_model(tmp_path_factory.mktemp("hf") / "m", config, params, shard_bytes=30_000),
+            config,
+            params,
+        )
     return made
 
 
