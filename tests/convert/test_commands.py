@@ -113,7 +113,7 @@ def test_import_refuses_before_it_writes(llama, tmp_path, capsys):
     message = f"{tmp_path / 'full'}: the output folder is not empty; name a new one"
     assert capsys.readouterr().err == f"python -m orthros_jax import: error: {message}\n"
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="the output is a file; name a new folder$"):
+    with pytest.raises(UserError, match=r"the output is a file; name a new folder$"):
         import_model(llama, tmp_path / "file")
 
 
@@ -135,7 +135,7 @@ def test_a_failed_import_leaves_nothing(tmp_path):
 
 
 def test_export_refuses_before_it_writes(imported, tmp_path):
-    with pytest.raises(UserError, match="no such folder; name the run_dir of a training run or of an import$"):
+    with pytest.raises(UserError, match=r"no such folder; name the run_dir of a training run or of an import$"):
         export_model(tmp_path / "absent", tmp_path / "out")
     (tmp_path / "empty").mkdir()
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_export_refuses_before_it_writes(imported, tmp_path):
         export_model(imported, tmp_path / "out", step=7)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(UserError, match="the output folder is not empty; name a new one$"):
+    with pytest.raises(UserError, match=r"the output folder is not empty; name a new one$"):
         export_model(imported, tmp_path / "full")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "full"]
 

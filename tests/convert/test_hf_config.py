@@ -183,7 +183,7 @@ def test_wrong_entries(name):
 
 
 def test_wrong_files(tmp_path):
-    with pytest.raises(UserError, match="no such folder; name a folder with config.json and safetensors files$"):
+    with pytest.raises(UserError, match=r"no such folder; name a folder with config.json and safetensors files$"):
         read_hf_config(tmp_path / "absent")
     with pytest.raises(UserError, match=r"no config\.json here; name a folder in the format of Hugging Face$"):
         read_hf_config(tmp_path)

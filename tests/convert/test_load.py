@@ -44,11 +44,8 @@ def folders(tmp_path_factory):
     for name, changes in MODELS.items():
         config = small_config(**changes)
         params = random_params(config)
-        made[name] = (
-            write_model(tmp_path_factory.mktemp("hf") / "m", config, params, shard_bytes=30_000),
-            config,
-            params,
-        )
+        folder = tmp_path_factory.mktemp("hf") / "m"
+        made[name] = write_model(folder, config, params, shard_bytes=30_000), config, params
     return made
 
 
@@ -257,10 +254,10 @@ def test_peak_memory_is_the_model_and_one_tensor(tmp_path):
     """Both the cast from bfloat16 and the stacking of layers could hold everything twice."""
     shape = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "ffn_dim": 1024, "model_dim": 512}
     sizes = {"tiny": {"num_layers": 2}, "large": {"num_layers": 9, "vocab_size": 8192, **shape}}
+    bfloat16 = numpy_dtype("bfloat16")
     for name, changes in sizes.items():
         config = small_config(kind="transformer", tie_embeddings=True, **changes)
         (tmp_path / name).mkdir()
-        bfloat16 = numpy_dtype("bfloat16")
         outputs = [
             Output(entry.name, bfloat16, entry.file_shape, lambda s=entry.file_shape: np.ones(s, bfloat16))
             for entry in tensors.entries(config)

@@ -1,9 +1,9 @@
 """Orthros in PyTorch, on the attention interface of transformers 5. Written by the export of Orthros-JAX.
 
-A sequence of T tokens gives T context rows and P output rows. Context rows attend within a sliding window and alone make
-keys and values, so that there is one cache a layer. Output rows are duplicates of the rows at which a token is predicted;
-they attend to everything before them. P is what transformers calls `logits_to_keep`: all rows in training, the last one
-in prefill and decoding.
+A sequence of T tokens gives T context rows and P output rows. Context rows attend within a sliding window and alone
+make keys and values, so that there is one cache a layer. Output rows are duplicates of the rows at which a token is
+predicted; they attend to everything before them. P is what transformers calls `logits_to_keep`: all rows in training,
+the last one in prefill and decoding.
 """
 
 import math
@@ -80,7 +80,7 @@ def rope_frequencies(config, device):
 
 
 def apply_rope(x, angles):
-    """Rotates channel pairs (i, i + head_dim / 2) of x [batch, heads, rows, head_dim] by angles [batch, rows, pairs]."""
+    """Rotates channel pairs (i, i + head_dim / 2) of x [batch, heads, rows, head_dim] by angles [batch, rows, pair]."""
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
