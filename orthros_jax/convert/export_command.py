@@ -121,14 +121,14 @@ def _restore(run: Path, config: Config, step: int | None):
 
     # An imported model is not averaged before its first step of training.
     newest = read_metadata(run / "checkpoints")
-    is_averaged = bool(config.optimizer.ema_decay) and newest is not None and newest[1]["data"] is not None and step != 0
+    is_trained = newest is not None and newest[1]["data"] is not None and step != 0
     host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     shapes = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host)
         for path, leaf in tensors.parameter_shapes(config.model).items()
     }
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_every=None)
-    target = {"ema" if is_averaged else "params": tensors.nested(shapes)}
+    target = {"ema" if is_trained and config.optimizer.ema_decay else "params": tensors.nested(shapes)}
     restored = checkpoints.restore(target, partial=True, step=step)
     if restored is None:
         raise UserError(f"{checkpoints.directory}: no checkpoint that can be read; train the run until one is saved")
@@ -162,8 +162,9 @@ def _with_bos(content: bytes, bos: str | None, bos_id: int | None) -> bytes:
     document: dict[str, Any] = json.loads(content)
     document["post_processor"] = None
     if bos is not None:
-        special, first, second = {"SpecialToken": {"id": bos, "type_id": 0}}, *(
-            {"Sequence": {"id": name, "type_id": 0}} for name in "AB"
+        special, first, second = (
+            {"SpecialToken": {"id": bos, "type_id": 0}},
+            *({"Sequence": {"id": name, "type_id": 0}} for name in "AB"),
         )
         document["post_processor"] = {
             "type": "TemplateProcessing",

@@ -180,11 +180,15 @@ def from_model_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if _model_type(config) in ("llama", "qwen3"):
         document["attention_bias"] = False
     document |= {key: getattr(config, name) for key, name in {**_SIZES, **_OTHER}.items()}
-    document |= {"hidden_act": "silu", "attention_dropout": 0.0, "rope_theta": config.rope_base, "rope_scaling": None}
+    document |= {"hidden_act": "silu", "attention_dropout": 0.0}
+    scaling: dict[str, Any] | None = None
     if config.rope_scaling == "llama3":
-        document["rope_scaling"] = {"rope_type": "llama3"} | {
-            key: getattr(config, name) for key, name in _LLAMA3.items()
-        }
+        scaling = {"rope_type": "llama3"} | {key: getattr(config, name) for key, name in _LLAMA3.items()}
+    if config.kind == "orthros":
+        document["rope_parameters"] = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_base}
+    else:
+        # Every version of transformers reads these two.
+        document |= {"rope_theta": config.rope_base, "rope_scaling": scaling}
     return document | {"use_cache": True, "torch_dtype": dtype}
 
 

@@ -13,7 +13,7 @@ from orthros_jax.config import ModelConfig
 from orthros_jax.convert import tensors
 from orthros_jax.convert.hf_config import CONFIG_FILE, ORTHROS, ImportKind, read_hf_config, to_model_config
 from orthros_jax.convert.safetensors_files import Stored, find_tensors, read_tensor
-from orthros_jax.data.tokenizer import TOKENIZER_FILE
+from orthros_jax.data.kept_tokenizer import require_tokenizer
 from orthros_jax.errors import UserError
 from orthros_jax.sharding import parameter_spec
 
@@ -53,21 +53,6 @@ def load_hf(
     config = to_model_config(document, str(folder / CONFIG_FILE), kind, param_dtype=dtype)
     tokenizer = require_tokenizer(folder)
     return config, read_parameters(folder, config, _placement(sharding), document["model_type"] == ORTHROS), tokenizer
-
-
-def require_tokenizer(folder: Path) -> Path:
-    """The path of the folder's tokenizer.json.
-
-    Raises:
-      UserError: there is none.
-    """
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
-        fix = "copy the one of the original model to this place"
-        if (folder / "tokenizer.model").is_file():
-            fix = "make it from tokenizer.model with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`"
-        raise UserError(f"{folder}: tokenizer missing: no {TOKENIZER_FILE} here; {fix}")
-    return path
 
 
 def read_parameters(folder: Path, config: ModelConfig, placement, is_orthros: bool) -> dict:
@@ -152,8 +137,10 @@ def _assemble(
             buffers[str(index)] = index, _aligned_empty(tuple(map(len, part)), np.dtype(shape.dtype))
     for entry in entries:
         source = sources[entry.name]
-        tensor = np.broadcast_to(np.float32(entry.identity or 0), entry.shape) if source is None else read_tensor(source)
-        parameter = tensor if source is None else entry.to_parameter(tensor)
+        if source is None:
+            parameter = np.broadcast_to(np.float32(entry.identity or 0), entry.shape)
+        else:
+            parameter = entry.to_parameter(read_tensor(source))
         for index, buffer in buffers.values():
             if entry.layer is None:
                 buffer[...] = parameter[index]

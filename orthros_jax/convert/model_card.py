@@ -45,7 +45,10 @@ def model_card(config: Config, metadata: dict, step: int, tokenizer: str, dtype:
             ("tokens seen", f"{step * training.batch_size * length:,}, of a data set of {data:,}"),
             ("batch", f"{training.batch_size:,} sequences of {length:,}"),
             ("optimizer", f"AdamW ({optimizer.beta1}, {optimizer.beta2}), decay {optimizer.weight_decay}"),
-            ("learning rate", f"{optimizer.learning_rate}, {optimizer.schedule}, warm-up {optimizer.warmup_steps} steps"),
+            (
+                "learning rate",
+                f"{optimizer.learning_rate}, {optimizer.schedule}, warm-up {optimizer.warmup_steps} steps",
+            ),
             ("training operations", f"{metadata['flops']:.3e} FLOP"),
         ]
     facts.append(("type of the tensors", dtype))
@@ -60,7 +63,7 @@ def model_card(config: Config, metadata: dict, step: int, tokenizer: str, dtype:
             *("", "| | |", "|---|---|", *table, ""),
             *("```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""),
             f'model = AutoModelForCausalLM.from_pretrained("FOLDER"{remote})',
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+            f'tokenizer = AutoTokenizer.from_pretrained("FOLDER"{remote})',
             'prompt = tokenizer("Once upon a time", return_tensors="pt")',
             "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))",
             *("```", "", "Needs transformers 5.", ""),

@@ -49,15 +49,28 @@ def keep_tokenizer(folder: Path, dataset: Path | str) -> None:
         stream.write(content)
 
 
+def require_tokenizer(folder: Path) -> Path:
+    """The path of the folder's tokenizer.json.
+
+    Raises:
+      UserError: there is none.
+    """
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        fix = "copy the one of the original model to this place"
+        if (folder / "tokenizer.model").is_file():
+            fix = "make it from tokenizer.model with `AutoTokenizer.from_pretrained(...).save_pretrained(...)`"
+        raise UserError(f"{folder}: tokenizer missing: no {TOKENIZER_FILE} here; {fix}")
+    return path
+
+
 def kept_tokenizer(folder: Path) -> tuple[Tokenizer, bool]:
     """The tokenizer in a run or model folder, and whether a document opens with its BOS.
 
     Raises:
       UserError: there is none, or it is damaged.
     """
-    if not (folder / TOKENIZER_FILE).is_file():
-        raise UserError(f"{folder}: tokenizer missing: no {TOKENIZER_FILE} here; copy the one of the model to this place")
-    tokenizer = read_tokenizer(str(folder / TOKENIZER_FILE))
+    tokenizer = read_tokenizer(str(require_tokenizer(folder)))
     return tokenizer, tokenizer.bos_id is not None and _adds_bos(folder, tokenizer.bos_id)
 
 

@@ -12,11 +12,12 @@ class OrthrosConfig(PretrainedConfig):
       orthros_output_window: the same for output rows; None for all.
       query_sharing: `scale_offset`, `shared` or `separate`: how the streams share the query projection.
       scale_offset_position: `after_norm` or `before_norm`, where queries are normalised.
+      rope_parameters: `rope_type` (default or llama3), `rope_theta`, and what llama3 needs, as in Llama 3.1.
       qk_norm: RMS normalisation of queries and keys per head.
     """
 
     model_type = "orthros"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     def __init__(
         self,
@@ -33,8 +34,7 @@ class OrthrosConfig(PretrainedConfig):
         scale_offset_position="after_norm",
         qk_norm=False,
         rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_scaling=None,
+        rope_parameters=None,
         max_position_embeddings=8192,
         hidden_act="silu",
         attention_dropout=0.0,
@@ -56,8 +56,7 @@ class OrthrosConfig(PretrainedConfig):
         self.scale_offset_position = scale_offset_position
         self.qk_norm = qk_norm
         self.rms_norm_eps = rms_norm_eps
-        self.rope_theta = rope_theta
-        self.rope_scaling = rope_scaling
+        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 10000.0}
         self.max_position_embeddings = max_position_embeddings
         self.hidden_act = hidden_act
         self.attention_dropout = attention_dropout

@@ -1,9 +1,9 @@
 """Orthros in PyTorch, on the attention interface of transformers 5. Written by the export of Orthros-JAX.
 
-A sequence of T tokens gives T context rows and P output rows. Context rows attend within a sliding window and alone make
-keys and values, so that there is one cache a layer. Output rows are duplicates of the rows at which a token is predicted;
-they attend to everything before them. P is what transformers calls `logits_to_keep`: all rows in training, the last one
-in prefill and decoding.
+A sequence of T tokens gives T context rows and P output rows. Context rows attend within a sliding window and alone
+make keys and values, so that there is one cache a layer. Output rows are duplicates of the rows at which a token is
+predicted; they attend to everything before them. P is what transformers calls `logits_to_keep`: all rows in training,
+the last one in prefill and decoding.
 """
 
 import math
@@ -18,6 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .configuration_orthros import OrthrosConfig
 
+# transformers 5.24 calls the cache `cache`, earlier versions `past_key_values`.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 # Rows that attend at once, where a mask is needed: memory grows with the sequence, not with its square.
 BLOCK_ROWS = 512
 
@@ -67,10 +69,9 @@ def rope_frequencies(config, device):
     Long wavelengths turn slower with the rope type llama3; the blend is linear in the reciprocal wavelength.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    rope = getattr(config, "rope_parameters", None) or config.rope_scaling or {}
-    base = rope.get("rope_theta") or config.rope_theta
-    frequencies = base**-exponents
-    if rope.get("rope_type", "default") == "llama3":
+    rope = config.rope_parameters
+    frequencies = rope["rope_theta"] ** -exponents
+    if rope["rope_type"] == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -79,7 +80,7 @@ def rope_frequencies(config, device):
 
 
 def apply_rope(x, angles):
-    """Rotates channel pairs (i, i + head_dim / 2) of x [batch, heads, rows, head_dim] by angles [batch, rows, pairs]."""
+    """Rotates channel pairs (i, i + head_dim / 2) of x [batch, heads, rows, head_dim] by angles [batch, rows, pair]."""
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -126,14 +127,14 @@ class OrthrosAttention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, context, output, layout, past_key_values):
+    def forward(self, context, output, layout, cache):
         k = self.k_proj(context).unflatten(-1, (-1, self.head_dim))
         if self.config.qk_norm:
             k = self.k_norm(k)
         k = apply_rope(k.transpose(1, 2), layout.context_angles)
         v = self.v_proj(context).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         attended_context = None
         if "context" in self.streams:
             q = self.query("context", context, layout.context_angles)
@@ -190,10 +191,10 @@ class OrthrosLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, context, output, layout, past_key_values):
+    def forward(self, context, output, layout, cache):
         """Returns both streams; None for the context rows of the last layer, which nothing reads."""
         normalised = self.input_layernorm(context), self.input_layernorm(output)
-        attended_context, attended_output = self.self_attn(*normalised, layout, past_key_values)
+        attended_context, attended_output = self.self_attn(*normalised, layout, cache)
         if attended_context is not None:
             context = self.feed_forward(context + attended_context)
         return context, self.feed_forward(output + attended_output)
@@ -226,7 +227,7 @@ class OrthrosPreTrainedModel(PreTrainedModel):
     config_class = OrthrosConfig
     base_model_prefix = "model"
     _no_split_modules = ["OrthrosLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = [CACHE]
     _supports_sdpa = True
     _supports_attention_backend = True
 
@@ -248,11 +249,11 @@ class OrthrosModel(OrthrosPreTrainedModel):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
-    def forward(self, embeddings, layout, keep, past_key_values):
+    def forward(self, embeddings, layout, keep, cache):
         """Normalised output rows, [batch, output rows, hidden_size], of embedded tokens."""
         context, output = embeddings, embeddings[:, keep]
         for layer in self.layers:
-            context, output = layer(context, output, layout, past_key_values)
+            context, output = layer(context, output, layout, cache)
         return self.norm(output)
 
 
@@ -270,6 +271,7 @@ class OrthrosForCausalLM(OrthrosPreTrainedModel, GenerationMixin):
         input_ids=None,
         attention_mask=None,
         position_ids=None,
+        cache=None,
         past_key_values=None,
         inputs_embeds=None,
         labels=None,
@@ -282,14 +284,16 @@ class OrthrosForCausalLM(OrthrosPreTrainedModel, GenerationMixin):
         Args:
           input_ids: [batch, rows]; or inputs_embeds, [batch, rows, hidden_size].
           attention_mask: [batch, keys], 0 for padding.
+          cache, past_key_values: keys and values of earlier tokens, under either name.
           position_ids: [batch, rows]; by default they count the keys that are no padding.
           labels: [batch, rows], the tokens themselves, -100 where nothing is to be learnt: row t predicts label t + 1.
         """
         embeddings = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch, rows, _ = embeddings.shape
-        if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache) and labels is None:
-            past_key_values = DynamicCache(config=self.config)
-        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+        cache = past_key_values if cache is None else cache
+        if cache is None and (self.config.use_cache if use_cache is None else use_cache) and labels is None:
+            cache = DynamicCache(config=self.config)
+        past = 0 if cache is None else int(cache.get_seq_length())
         if position_ids is None:
             if attention_mask is None:
                 position_ids = torch.arange(past, past + rows, device=embeddings.device).expand(batch, rows)
@@ -300,11 +304,11 @@ class OrthrosForCausalLM(OrthrosPreTrainedModel, GenerationMixin):
         else:
             keep = logits_to_keep.tolist()
         layout = Layout(self.config, position_ids.expand(batch, rows), attention_mask, past, keep)
-        logits = self.lm_head(self.model(embeddings, layout, keep, past_key_values))
+        logits = self.lm_head(self.model(embeddings, layout, keep, cache))
         loss = None
         if labels is not None:
             targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:][:, keep]
             loss = self.loss_function(
                 logits, None, vocab_size=self.config.vocab_size, shift_labels=targets.contiguous(), **kwargs
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
