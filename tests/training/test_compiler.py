@@ -1,6 +1,7 @@
 """Options of the compiler, and unrolled layers: other programs, the same numbers."""
 
 import dataclasses
+import functools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,12 @@ def test_the_environment_decides_on_memory():
         assert float(os.environ[name]) > 0.9
 
 
+# Compiling takes far longer than running; without optimisation of machine code it takes half the time.
+_fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def _losses(steps, training=None, **model):
+    """Loss and number of predicted tokens of each step on random tokens."""
     config = Config(
         model=ModelConfig(**MODEL | model),
         data=DataConfig(sequence_length=T),
@@ -58,8 +64,8 @@ def _losses(steps, training=None, **model):
         training=TrainingConfig(batch_size=B, **training or {}),
     )
     program = make_program(config, 20)
-    state = jax.jit(program.init)(jax.random.key(0))
-    step = jax.jit(program.train_step)
+    state = _fast_jit(program.init)(jax.random.key(0))
+    step = _fast_jit(program.train_step)
     random = np.random.default_rng(0)
     losses, weights = [], []
     for _ in range(steps):
@@ -71,16 +77,19 @@ def _losses(steps, training=None, **model):
     return np.array(losses), weights
 
 
-def test_unrolled_layers_train_to_the_same_losses():
+@pytest.fixture(scope="module")
+def losses():
+    return _losses(20)[0]
+
+
+def test_unrolled_layers_train_to_the_same_losses(losses):
     """Float32 sums in another order, whose differences 20 steps of AdamW carry on."""
-    expected, _ = _losses(20)
     found, _ = _losses(20, unroll=3)
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
 
 
-def test_float8_trains_to_about_the_same_losses():
-    expected, _ = _losses(20)
-    found, _ = _losses(20, float8=True)
+def test_float8_trains_to_about_the_same_losses(losses):
+    expected, found = losses, _losses(20, float8=True)[0]
     assert 1e-6 < np.abs(found - expected).max() < 0.1
 
 
