@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         config = read_config(["--config", str(file), *overrides, *data], prog="benchmarks.train_step")
         make_text(Path(folder), config.model.vocab_size)
         result = measure(config, options, Path(folder))
-    result |= facts(arguments)
+    result |= facts([x for x in arguments if x not in ("--results", str(options.results))])
     print_result(options.name, result)
     print(f"written to {write(options.name, result, options.results)}")
 
@@ -178,6 +178,7 @@ def _kernel_log(messages: list[str]):
 
 
 def facts(arguments: list[str]) -> dict[str, Any]:
+    """Where, when and with what this was measured."""
     return {
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
