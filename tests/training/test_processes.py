@@ -163,3 +163,8 @@ def test_who_is_one_of_several(monkeypatch):
     assert processes.several_processes() is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     assert processes.several_processes() == {}
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+    assert processes.several_processes() == {}
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x8)")
+    assert processes.several_processes() == {"local_device_ids": [0, 1, 2, 3]}
