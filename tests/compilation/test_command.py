@@ -111,7 +111,7 @@ def test_an_all_reduce_of_whole_weights_is_refused():
         with pytest.raises(UserError, match="FSDP became an all-reduce of whole weights"):
             check("all-reduce", ("data", "fsdp"), *shape)
     check("all-reduce", ("data",), 768, 3072)  # not over fsdp
-    check("all-reduce", ("fsdp",), 768, 3072 // 4)  # a shard
+    check("all-reduce", ("fsdp",), 192, 3072 // 4)  # a shard
     check("reduce-scatter", ("fsdp",), 768, 3072)
     check("all-reduce", ("fsdp",), 768)  # a norm
     assert jax.tree.leaves(state)
