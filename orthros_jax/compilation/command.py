@@ -190,7 +190,7 @@ def _refuse_whole_weights(collectives: list[Collective], state: TrainState, mesh
     for name, parameters in state.params.items():
         for leaf in jax.tree.leaves(parameters):
             size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * parts
-            if 1 < parts and size <= leaf.size:
+            if parts > 1 and size <= leaf.size:
                 # The compiler may move a stack of layers as one.
                 whole |= {size, size // leaf.shape[0]} if name == "layers" else {size}
     for c in collectives:
