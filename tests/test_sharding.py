@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -263,6 +265,32 @@ def test_a_step_is_the_same_on_every_mesh(axes, single_device):
         jax.device_get((skipped.params, skipped.opt_state, skipped.ema)),
         jax.device_get((poisoned.params, poisoned.opt_state, poisoned.ema)),
     )
+
+
+class _Device(NamedTuple):
+    id: int
+    process_index: int
+
+
+def _host_share(monkeypatch, rows_of_process):
+    """host_share of process 0 where each process holds these rows of a batch of 8, with a device for each row."""
+    devices = [(process, row) for process, rows in enumerate(rows_of_process) for row in rows]
+    indices = {_Device(i, process): (slice(row, row + 1),) for i, (process, row) in enumerate(devices)}
+    fake = SimpleNamespace(devices_indices_map=lambda shape: indices)
+    monkeypatch.setattr(sharding, "batch_sharding", lambda mesh: fake)
+    return sharding.host_share(build_mesh(MeshConfig()), 8)
+
+
+def test_each_host_reads_the_rows_that_its_devices_hold(monkeypatch):
+    assert sharding.host_share(build_mesh(MeshConfig()), 8) == (0, 1)
+    assert _host_share(monkeypatch, [range(0, 4), range(4, 8)]) == (0, 2)
+    # The order of devices in a mesh is not that of the hosts.
+    assert _host_share(monkeypatch, [(4, 5, 6, 7), (0, 1, 2, 3)]) == (1, 2)
+    assert _host_share(monkeypatch, [(0, 2, 4, 6), (1, 3, 5, 7)]) == (0, 2)
+    # Two hosts share each sequence.
+    assert _host_share(monkeypatch, [range(4), range(4), range(4, 8), range(4, 8)]) == (0, 2)
+    with pytest.raises(ConfigError, match="do not hold whole parts of a batch"):
+        _host_share(monkeypatch, [range(0, 4), range(2, 8)])
 
 
 def test_sequences_that_the_context_axis_does_not_cut():
