@@ -15,9 +15,9 @@ from orthros_jax.config import Config, ConfigError, MeshConfig, ModelConfig
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
 
-# Logical axis -> mesh axis. Matrices that write to the residual stream are cut along the axis that they contract: the
+# Logical axis -> mesh axis. Matrices that write to the residual stream are cut along the axes that they contract: the
 # TPU compiler makes a reduce-scatter of a gradient that is cut along its first axis, but an all-reduce of the whole
-# gradient where it is cut along another.
+# gradient where it is cut along another. Where fsdp does not divide the heads, their size is cut nevertheless.
 _RULES = {
     "vocab": "tensor",
     "heads": "tensor",
@@ -26,6 +26,7 @@ _RULES = {
     "head": None,
     "fused": None,
     "heads_in": ("tensor", "fsdp"),
+    "head_in": "fsdp",
     "ffn_in": ("tensor", "fsdp"),
     "residual": None,
     "norm": None,
@@ -117,22 +118,28 @@ def check_model_divisible(model: ModelConfig, mesh: Mesh) -> None:
                 f"mesh.{axis}",
                 f"{size} does not divide model.{key} {getattr(model, key)}; choose a divisor of it",
             )
-    for key in ("num_heads", "ffn_dim"):
-        if getattr(model, key) % (fsdp * tensor):
-            raise ConfigError(
-                "mesh.fsdp",
-                f"{fsdp} x mesh.tensor {tensor} does not divide model.{key} {getattr(model, key)}; choose a divisor "
-                "of it, and leave the other devices to mesh.data",
-            )
+    if model.ffn_dim % (fsdp * tensor):
+        raise ConfigError(
+            "mesh.fsdp",
+            f"{fsdp} x mesh.tensor {tensor} does not divide model.ffn_dim {model.ffn_dim}; choose a divisor of it",
+        )
+    if model.num_heads % (fsdp * tensor) and model.head_dim % fsdp:
+        raise ConfigError(
+            "mesh.fsdp",
+            f"{fsdp} divides neither model.num_heads {model.num_heads} / mesh.tensor {tensor} nor model.head_dim "
+            f"{model.head_dim}; choose a divisor of one of them",
+        )
 
 
-def parameter_spec(path: tuple[str, ...], ndim: int) -> P:
+def parameter_spec(path: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
     """Partition of one parameter, by the end of its path; a leading axis of stacked layers stays whole."""
     axes = next((axes for name, axes in _PARAMETER_AXES.items() if path[-len(name) :] == name), None)
     if axes is None:
         raise KeyError(f"no sharding for parameter {'/'.join(path)}")
+    if axes[0] == "heads_in" and shape[-3] % (mesh.shape["tensor"] * mesh.shape["fsdp"]):
+        axes = ("heads", "head_in", "residual")
     mesh_axes: list = [_RULES[axis] for axis in axes]
-    return P(*[None] * (ndim - len(axes)), *mesh_axes)
+    return P(*[None] * (len(shape) - len(axes)), *mesh_axes)
 
 
 def state_shardings(abstract_state, mesh: Mesh):
@@ -141,7 +148,7 @@ def state_shardings(abstract_state, mesh: Mesh):
     def sharding(path, leaf):
         names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
         is_parameter = bool(names) and leaf.ndim > 0
-        return NamedSharding(mesh, parameter_spec(names, leaf.ndim) if is_parameter else P())
+        return NamedSharding(mesh, parameter_spec(names, leaf.shape, mesh) if is_parameter else P())
 
     return jax.tree_util.tree_map_with_path(sharding, abstract_state)
 

@@ -8,10 +8,12 @@ import pytest
 import settings
 import yaml
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from orthros_jax.config import Config
 from orthros_jax.config_reader import read_config
 from orthros_jax.model import build_model
+from orthros_jax.sharding import MESH_AXES, check_divisible
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -126,6 +128,21 @@ def test_counterparts_of_the_reference_run_differ_in_the_kind_alone():
         "model.window": (128, 512),
     }
     assert count_parameters(transformer) == count_parameters(sliding_window) == 1_364_297_728
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("pods/*.yaml")), ids=lambda path: path.stem)
+def test_pods_divide_batch_and_model(path):
+    """The name ends in the chips along each axis; a run and its pod stand beside each other."""
+    size, _, extents = path.stem.split("_")
+    base = "orthros_1b3_fineweb_edu" if size == "1b3" else f"orthros_{size}"
+    config = preset(base, "--config", str(path))
+    chips = math.prod(int(extent) for extent in extents.split("x"))
+    data, rest = divmod(chips, config.mesh.fsdp)
+    assert (rest, config.mesh.data) == (0, -1)
+    check_divisible(config, AbstractMesh((data, config.mesh.fsdp, 1, 1), MESH_AXES))  # pyright: ignore
+    assert config.training.batch_size * config.data.sequence_length == 2_097_152
+    assert config.training.steps * 2_097_152 == pytest.approx(100e9, rel=1e-4)
+    assert config.optimizer.warmup_steps == 477
 
 
 def test_quickstart_is_small_and_needs_nothing_but_python():

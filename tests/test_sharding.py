@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,19 +69,19 @@ def _paths(tree):
 def test_every_parameter_has_exactly_one_entry(changes):
     config = dataclasses.replace(_CONFIG, model=dataclasses.replace(_MODEL, **changes))
     state = jax.eval_shape(make_program(config, 10).init, jax.random.key(0))
+    mesh = build_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     paths = list(_paths(state.params))
     assert len(paths) > 8
     for path, leaf in paths:
         entries = [name for name in sharding._PARAMETER_AXES if path[-len(name) :] == name]
         assert len(entries) == 1, path
-        spec = parameter_spec(path, leaf.ndim)
+        spec = parameter_spec(path, leaf.shape, mesh)
         assert len(spec) == leaf.ndim
         if path[0] == "layers":
             assert spec[0] is None
-    mesh = build_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     shardings = state_shardings(state, mesh)
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
-    expected = {path: parameter_spec(path, leaf.ndim) for path, leaf in paths}
+    expected = {path: parameter_spec(path, leaf.shape, mesh) for path, leaf in paths}
     for copies in (
         shardings.params,
         shardings.ema,
@@ -90,7 +92,8 @@ def test_every_parameter_has_exactly_one_entry(changes):
 
 def test_the_table_by_hand():
     state = jax.eval_shape(make_program(_CONFIG, 10).init, jax.random.key(0))
-    specs = {"/".join(path): tuple(parameter_spec(path, leaf.ndim)) for path, leaf in _paths(state.params)}
+    mesh = build_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    specs = {"/".join(path): tuple(parameter_spec(path, leaf.shape, mesh)) for path, leaf in _paths(state.params)}
     attention = "last_layer/attention"
     assert specs["embedding/kernel"] == ("tensor", "fsdp")
     assert specs["head/kernel"] == ("fsdp", "tensor")
@@ -106,7 +109,14 @@ def test_the_table_by_hand():
 
 def test_a_parameter_without_an_entry_is_refused():
     with pytest.raises(KeyError, match="no sharding for parameter last_layer/router/weight"):
-        parameter_spec(("last_layer", "router", "weight"), 2)
+        parameter_spec(("last_layer", "router", "weight"), (2, 2), build_mesh(MeshConfig()))
+
+
+def test_heads_that_do_not_divide_are_cut_by_their_size():
+    mesh = build_mesh(MeshConfig(fsdp=8))
+    path = ("layers", "attention", "output", "kernel")
+    assert tuple(parameter_spec(path, (2, 12, 16, 32), mesh)) == (None, "tensor", "fsdp", None)
+    assert tuple(parameter_spec(path, (2, 16, 12, 32), mesh)) == (None, ("tensor", "fsdp"), None, None)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +169,11 @@ def test_a_batch_that_does_not_divide(batch, accumulation, nearest):
         ((4, 1, 2), {"ffn_dim": 25}, "mesh.tensor: 2 does not divide model.ffn_dim 25"),
         ((4, 1, 2), {"vocab_size": 49}, "mesh.tensor: 2 does not divide model.vocab_size 49"),
         ((1, 8, 1), {"model_dim": 20}, "mesh.fsdp: 8 does not divide model.model_dim 20"),
-        ((1, 8, 1), {"num_heads": 4}, "mesh.fsdp: 8 x mesh.tensor 1 does not divide model.num_heads 4"),
+        (
+            (1, 8, 1),
+            {"num_heads": 12, "head_dim": 12},
+            "mesh.fsdp: 8 divides neither model.num_heads 12 / mesh.tensor 1 nor model.head_dim 12",
+        ),
         ((1, 4, 2), {"ffn_dim": 12}, "mesh.fsdp: 4 x mesh.tensor 2 does not divide model.ffn_dim 12"),
     ],
 )
@@ -167,13 +181,13 @@ def test_a_model_that_the_mesh_does_not_cut(axes, changes, message):
     config = dataclasses.replace(_CONFIG, model=dataclasses.replace(_MODEL, **changes))
     refusal = _refused(check_divisible, config, build_mesh(MeshConfig(*axes)))
     assert re.sub(r";.*", "", refusal) == message
-    assert "; choose a divisor of it" in refusal
+    assert "; choose a divisor of " in refusal
 
 
 @pytest.mark.parametrize("axes", [(1, 8, 1), (1, 4, 2), (2, 2, 2), (1, 2, 4)])
 def test_a_device_holds_its_share_of_a_large_model(axes):
     """The whole state of the 160M model; what is not cut (norms, scales, offsets) is 0.1 % of it."""
-    config = dataclasses.replace(_CONFIG, model=ModelConfig(num_heads=16, num_kv_heads=16, head_dim=48))
+    config = dataclasses.replace(_CONFIG, model=ModelConfig())
     state = jax.eval_shape(make_program(config, 10).init, jax.random.key(0))
     shardings = state_shardings(state, build_mesh(MeshConfig(*axes)))
     total = sum(leaf.size for leaf in jax.tree.leaves(state))
@@ -251,6 +265,32 @@ def test_a_step_is_the_same_on_every_mesh(axes, single_device):
         jax.device_get((skipped.params, skipped.opt_state, skipped.ema)),
         jax.device_get((poisoned.params, poisoned.opt_state, poisoned.ema)),
     )
+
+
+class _Device(NamedTuple):
+    id: int
+    process_index: int
+
+
+def _host_share(monkeypatch, rows_of_process):
+    """host_share of process 0 where each process holds these rows of a batch of 8, with a device for each row."""
+    devices = [(process, row) for process, rows in enumerate(rows_of_process) for row in rows]
+    indices = {_Device(i, process): (slice(row, row + 1),) for i, (process, row) in enumerate(devices)}
+    fake = SimpleNamespace(devices_indices_map=lambda shape: indices)
+    monkeypatch.setattr(sharding, "batch_sharding", lambda mesh: fake)
+    return sharding.host_share(build_mesh(MeshConfig()), 8)
+
+
+def test_each_host_reads_the_rows_that_its_devices_hold(monkeypatch):
+    assert sharding.host_share(build_mesh(MeshConfig()), 8) == (0, 1)
+    assert _host_share(monkeypatch, [range(0, 4), range(4, 8)]) == (0, 2)
+    # The order of devices in a mesh is not that of the hosts.
+    assert _host_share(monkeypatch, [(4, 5, 6, 7), (0, 1, 2, 3)]) == (1, 2)
+    assert _host_share(monkeypatch, [(0, 2, 4, 6), (1, 3, 5, 7)]) == (0, 2)
+    # Two hosts share each sequence.
+    assert _host_share(monkeypatch, [range(4), range(4), range(4, 8), range(4, 8)]) == (0, 2)
+    with pytest.raises(ConfigError, match="do not hold whole parts of a batch"):
+        _host_share(monkeypatch, [range(0, 4), range(2, 8)])
 
 
 def test_sequences_that_the_context_axis_does_not_cut():

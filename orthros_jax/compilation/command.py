@@ -185,12 +185,14 @@ def _refuse_whole_weights(collectives: list[Collective], state: TrainState, mesh
     Raises:
       UserError: an all-reduce over fsdp has the size of a whole weight.
     """
+    parts = mesh.shape["fsdp"]
     whole = set()
-    for leaf in jax.tree.leaves(state.params):
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        if math.prod(shard) * mesh.shape["fsdp"] <= leaf.size and mesh.shape["fsdp"] > 1:
-            per_stack = math.prod(shard) * mesh.shape["fsdp"]
-            whole |= {per_stack, per_stack // leaf.shape[0]}
+    for name, parameters in state.params.items():
+        for leaf in jax.tree.leaves(parameters):
+            size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * parts
+            if parts > 1 and size <= leaf.size:
+                # The compiler may move a stack of layers as one.
+                whole |= {size, size // leaf.shape[0]} if name == "layers" else {size}
     for c in collectives:
         if c.kind == "all-reduce" and "fsdp" in c.axes and (wrong := [a for a in c.arrays if a.size in whole]):
             raise UserError(

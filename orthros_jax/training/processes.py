@@ -13,6 +13,7 @@ process has a parent, which outlives it and says what happened.
 import glob
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,10 +52,12 @@ def several_processes() -> dict[str, Any] | None:
             raise UserError(f"JAX_COORDINATOR_ADDRESS: {address!r} has no port; write host:port of process 0")
         if not process < count:
             raise UserError(f"JAX_PROCESS_ID {process} is not below JAX_NUM_PROCESSES {count}; count from 0")
-        return {"coordinator_address": address, "num_processes": count, "process_id": process}
-    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 or _on_cloud_tpu():
-        return {}
-    return None
+        who = {"coordinator_address": address, "num_processes": count, "process_id": process}
+        # Under SLURM, JAX would otherwise still take one device a process.
+        return {**who, "cluster_detection_method": "deactivate"}
+    if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        return _all_gpus_of_slurm()
+    return {} if _on_cloud_tpu() else None
 
 
 def supervised(main: Callable[[], int], prog: str) -> int:
@@ -134,6 +137,14 @@ def _whole_number(name: str) -> int:
     if not value.isdecimal():
         raise UserError(f"{name}: must be a whole number, got {value!r}")
     return int(value)
+
+
+def _all_gpus_of_slurm() -> dict[str, Any]:
+    """JAX takes the task's number on its host as its one GPU; a task that is alone on its host has all of them."""
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+    is_alone = tasks is not None and int(tasks[0]) == 1
+    return {"local_device_ids": list(range(gpus))} if is_alone and gpus else {}
 
 
 def _on_cloud_tpu() -> bool:

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from small_run import config_of, make_data, run
 
+from orthros_jax.config import DataConfig
 from orthros_jax.config_reader import save_config
+from orthros_jax.data import prepare
+from orthros_jax.data.prepare import INDEX_FILE
 from orthros_jax.errors import UserError
 from orthros_jax.training import processes
 
@@ -132,6 +135,23 @@ def test_processes_that_are_lost_and_runs_that_go_on(start, tmp_path):
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=5e-3)
 
 
+def test_only_the_first_process_prepares(tmp_path, monkeypatch):
+    """Another one goes on when the folder is complete."""
+    data = DataConfig(paths=[str(tmp_path / "data")], source="somewhere")
+    prepared = []
+
+    def prepare_slowly(_):
+        assert prepared == []
+        Path(data.paths[0]).mkdir()
+        (Path(data.paths[0]) / INDEX_FILE).touch()
+        prepared.append("by the other process")
+
+    monkeypatch.setattr(prepare.time, "sleep", prepare_slowly)
+    monkeypatch.setattr(prepare, "prepare", lambda *_, **__: pytest.fail("the second process prepares"))
+    prepare.prepare_if_missing(data, process_index=1)
+    assert prepared == ["by the other process"]
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -163,3 +183,8 @@ def test_who_is_one_of_several(monkeypatch):
     assert processes.several_processes() is None
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
     assert processes.several_processes() == {}
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+    assert processes.several_processes() == {}
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x8)")
+    assert processes.several_processes() == {"local_device_ids": [0, 1, 2, 3]}
