@@ -358,8 +358,8 @@ def _key_kernel(
             release()
             return carry
 
-        # The queries' gradient of a row tile is the product of its score gradients, of both warpgroups, and the keys. It
-        # is made one step later, when they lie in shared memory for long; each warpgroup makes half of its columns.
+        # The queries' gradient of a row tile is the product of its score gradients, from both warpgroups, and the keys.
+        # It is made one step later, when they lie in shared memory; each warpgroup makes half of its columns.
         part_columns = k_tile.shape[1] // _WARPGROUPS
         columns = pl.ds(pl.multiple_of(warpgroup * part_columns, part_columns), part_columns)
 
