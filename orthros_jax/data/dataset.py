@@ -1,5 +1,6 @@
 """Random access to the windows of a prepared data set, straight from its memory-mapped files."""
 
+import bisect
 import functools
 import itertools
 from pathlib import Path
@@ -89,7 +90,7 @@ class TokenDataset:
         self._dtype = np.dtype(index["dtype"])
         self._shards = described["shards"]
         # First token of each shard within the split, and the end of the last.
-        self._starts = np.cumsum([0] + [shard["tokens"] for shard in self._shards])
+        self._starts = [0, *itertools.accumulate(shard["tokens"] for shard in self._shards)]
         self._check_sizes()
         self._mapped = functools.lru_cache(maxsize=MAPPED_SHARDS)(self._map)
 
@@ -109,14 +110,14 @@ class TokenDataset:
             raise IndexError(f"window {window} of {len(self)}")
         start = window * self.sequence_length
         stop = min(start + self.sequence_length + 1, self.tokens)
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+        shard = bisect.bisect_right(self._starts, start) - 1
         row, segments = 0, 0
         while start < stop:
-            local = start - int(self._starts[shard])
+            local = start - self._starts[shard]
             size = min(stop - start, self._shards[shard]["tokens"] - local)
             ids, ends = self._mapped(shard)
             tokens[row : row + size] = ids[local : local + size]
-            first, last = np.searchsorted(ends, (local, local + size - 1), side="right").tolist()
+            first, last = ends.searchsorted((local, local + size - 1), side="right").tolist()
             bounds = [0, *(ends[first:last] - local).tolist(), size]
             for begin, end in itertools.pairwise(bounds):
                 segments += 1

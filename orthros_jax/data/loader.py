@@ -5,7 +5,9 @@ seed and the number of the epoch. A position in it is a count of samples and not
 exactly with another batch size or another number of hosts.
 """
 
+import bisect
 import itertools
+import sys
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from orthros_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
 # Copying windows out of mapped files is quick; more threads only contend for the interpreter lock.
-READ_THREADS = 2
+READ_THREADS = 1
 
 
 def open_datasets(data: DataConfig, split: str) -> list[TokenDataset]:
@@ -128,21 +130,39 @@ def bytes_per_token(datasets: Sequence[TokenDataset]) -> float | None:
     return sum(dataset.text_bytes for dataset in datasets) / labels if labels else None
 
 
-def _global_order(lengths: list[int], weights: list[float], seed: int | None) -> grain.MapDataset:
+class _Epochs:
+    """The numbers start .. stop - 1 without end, each epoch in its own order; in order without a seed.
+
+    The order of an epoch depends on the seed and the epoch's number alone. Grain's permutation is a function of the
+    index, so nothing is stored.
+    """
+
+    def __init__(self, start: int, stop: int, seed: int | None):
+        self._start, self._size, self._seed = start, stop - start, seed
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> int:
+        epoch, index = divmod(index, self._size)
+        if self._seed is not None:
+            seed = (self._seed + epoch) % 2**32
+            index = grain.experimental.index_shuffle(index, max_index=self._size - 1, seed=seed, rounds=4)
+        return self._start + index
+
+
+def _global_order(lengths: list[int], weights: list[float], seed: int | None) -> Sequence[int] | grain.MapDataset:
     """The endless sequence of window numbers, counted through all data sets; in file order without a seed."""
     bounds = np.cumsum([0, *lengths]).tolist() if weights else [0, sum(lengths)]
-    streams = []
-    for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        stream = grain.MapDataset.range(start, stop)
-        if seed is not None:
-            # Shuffle before repeat: the other order would mix epochs.
-            stream = stream.shuffle(seed=_stream_seed(seed, i))
-        streams.append(stream.repeat())
-    return grain.MapDataset.mix(streams, weights) if weights else streams[0]
+    streams = [
+        _Epochs(start, stop, None if seed is None else _stream_seed(seed, i))
+        for i, (start, stop) in enumerate(itertools.pairwise(bounds))
+    ]
+    return grain.MapDataset.mix([grain.MapDataset.source(s) for s in streams], weights) if weights else streams[0]
 
 
 def _stream_seed(seed: int, stream: int) -> int:
-    """Grain adds the epoch to its 32-bit seed, so seeds of neighbouring runs must lie far apart."""
+    """The epoch is added to the 32-bit seed, so seeds of neighbouring runs must lie far apart."""
     return int(np.random.SeedSequence([seed, stream]).generate_state(1)[0])
 
 
@@ -169,7 +189,7 @@ class _HostBatches:
         rows: range,
     ):
         self._datasets = datasets
-        self._bounds = np.cumsum([0] + [len(dataset) for dataset in datasets])
+        self._bounds = [0, *itertools.accumulate(len(dataset) for dataset in datasets)]
         self._order = order
         self._samples = len(order)
         self._steps = steps
@@ -187,15 +207,15 @@ class _HostBatches:
         for i, row in enumerate(self._rows):
             if start + row < self._samples:
                 window = self._order[start + row]
-                source = int(np.searchsorted(self._bounds, window, side="right")) - 1
-                self._datasets[source].read(window - int(self._bounds[source]), tokens[i], segment_ids[i])
+                source = bisect.bisect_right(self._bounds, window) - 1
+                self._datasets[source].read(window - self._bounds[source], tokens[i], segment_ids[i])
         return {"tokens": tokens, "segment_ids": segment_ids}
 
 
 def _read(batches: _HostBatches, prefetch: int) -> Generator[Batch]:
     if not len(batches):
         return
-    options = grain.ReadOptions(num_threads=min(READ_THREADS, prefetch), prefetch_buffer_size=prefetch)
+    options = grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=prefetch)
     iterator = iter(grain.MapDataset.source(batches).to_iter_dataset(options))
     try:
         yield from iterator

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from orthros_jax.data.words import WordEncoder, cuts_like_gpt2
 from orthros_jax.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -111,17 +112,21 @@ class FileTokenizer:
         self.vocab_size = max(self.vocabulary.values(), default=-1) + 1
         self.bos_id = bos_id
         self.eos_id = eos_id
+        self._encode = WordEncoder(self._library_ids) if cuts_like_gpt2(content) else self._library_ids
 
     def __reduce__(self):
         # The backend's own pickle forgets encode_special_tokens.
         return FileTokenizer, (self.content, self.name, self.bos_id, self.eos_id)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.asarray(ids, np.uint32) for ids in self._encode([clean_text(text) for text in texts])]
+
+    def _library_ids(self, texts: list[str]) -> list[list[int]]:
         try:
-            encodings = self._backend.encode_batch_fast([clean_text(t) for t in texts], add_special_tokens=False)
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{self.name}: cannot encode the text: {error}; use another tokenizer") from None
-        return [np.asarray(encoding.ids, np.uint32) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
