@@ -250,8 +250,11 @@ def _key_kernel(
     remaining = iter(query_sum_refs)
     query_sum_refs = [next(remaining) if summed else None for summed in sum_queries]
 
-    def for_row_tiles(body, carry):
-        """carry = body(stream, its sum, index of the sequence, head, row tile, running number, carry) over them all."""
+    def for_row_tiles(body, carry, around=lambda loop, query_sum_ref, first, number, count, carry: loop(carry)):
+        """carry = body(stream, its sum, index of the sequence, head, row tile, running number, carry) over them all.
+
+        around(loop, sum, first row tile, first number, count, carry) is what is done for a stream.
+        """
         number = jnp.int32(0)
         for stream, query_sum_ref in zip(streams, query_sum_refs, strict=True):
             tile_range_ref = stream[8]
@@ -266,8 +269,12 @@ def _key_kernel(
 
                 return lax.fori_loop(0, last - first, of_tile, carry)
 
-            carry = lax.fori_loop(0, group, of_head, carry) if group > 1 else of_head(jnp.int32(0), carry)
-            number += group * (last - first)
+            def loop(carry, of_head=of_head):
+                return lax.fori_loop(0, group, of_head, carry) if group > 1 else of_head(jnp.int32(0), carry)
+
+            count = group * (last - first)
+            carry = around(loop, query_sum_ref, first, number, count, carry)
+            number += count
         return carry
 
     @pl.when(warpgroup < _WARPGROUPS)
@@ -301,11 +308,22 @@ def _key_kernel(
                 plgpu.barrier_arrive(row_free[0].at[slot])
                 plgpu.barrier_arrive(row_free[1].at[slot])
 
-            def accumulate(refs):
+            def accumulate(refs, before=None):
                 dk_ref, dv_ref = refs
 
+                def scores_and_part(scores_ref):
+                    def part(part_ref):
+                        weighted_keys(part_ref, number - 1)
+                        plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
+                        store_part(plgpu.wgmma_accumulator_load(part_ref, wait_n=1))
+
+                    if before is None:
+                        plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
+                    else:
+                        pl.run_scoped(part, Accumulator((ROWS, part_columns), jnp.float32))
+                    pl.run_scoped(functools.partial(transposed, scores_ref), Accumulator((ROWS, ROWS), jnp.float32))
+
                 def transposed(scores_ref, d_weights_ref):
-                    plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
                     plgpu.wgmma(d_weights_ref, v_tile, d_out_tile.transpose((1, 0)))
                     lse = load(lse_smem.at[slot], COLUMN)
                     s = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
@@ -316,55 +334,76 @@ def _key_kernel(
                     # So late because registers are short: two values a row, beside four tiles.
                     delta = load(delta_smem.at[slot], COLUMN)
                     d_scores = (weights * (d_weights - across(delta, s.shape))).astype(k_tile.dtype)
-                    if query_sum_ref is not None:
-                        query_scratch[0].at[lax.rem(number, jnp.int32(2)), warpgroup][...] = d_scores
+                    if before is not None:
+                        store_score_gradient(d_scores, number)
                     # The copies that refill the stage must come after the reads of its row statistics.
                     plgpu.commit_smem()
+                    if before is not None:
+                        plgpu.barrier_arrive(query_scratch[2])
+                        add_part(query_sum_ref, *before)
                     plgpu.wgmma(dk_ref, d_scores, q_tile)
-                    if query_sum_ref is not None:
-                        add_query_gradient(query_sum_ref.at[batch, rows, head], number, release)
 
-                pl.run_scoped(transposed, *[Accumulator((ROWS, ROWS), jnp.float32)] * 2)
+                pl.run_scoped(scores_and_part, Accumulator((ROWS, ROWS), jnp.float32))
 
-            def add(carry):
-                return tuple(pl.run_state(accumulate)(tuple(Accumulator.init(x) for x in carry)))
+            def add(carry, before=None):
+                run = pl.run_state(functools.partial(accumulate, before=before))
+                return tuple(run(tuple(Accumulator.init(x) for x in carry)))
 
-            if query_sum_ref is not None:
-                # Also where none of its own keys is seen: both warpgroups take part in the query gradient of a step.
-                return add(carry)
-            carry = lax.cond(is_seen, add, lambda carry: carry, carry)
+            if query_sum_ref is None:
+                carry = lax.cond(is_seen, add, lambda carry: carry, carry)
+            else:
+                # Also where none of its own keys is seen: the other warpgroup counts on its score gradients.
+                dk, dv, *before = carry
+                carry = (*add((dk, dv), before), head, index)
             release()
             return carry
 
-        def add_query_gradient(sum_ref, number, release):
-            """Adds the product of all score gradients of a step and the keys; a warpgroup has its half of the columns.
+        # The queries' gradient of a row tile is the product of its score gradients, from both warpgroups, and the keys.
+        # It is made one step later, when they lie in shared memory; each warpgroup makes half of its columns.
+        part_columns = k_tile.shape[1] // _WARPGROUPS
+        columns = pl.ds(pl.multiple_of(warpgroup * part_columns, part_columns), part_columns)
 
-            The score gradients of a step stay until the other warpgroup has come to the step after the next.
-            """
-            d_scores_smem, part_smem, step_done = query_scratch
-            num_columns = part_smem.shape[2]
-            columns = pl.ds(pl.multiple_of(warpgroup * num_columns, num_columns), num_columns)
-            plgpu.barrier_arrive(step_done)
-            plgpu.barrier_wait(step_done)
+        def store_score_gradient(d_scores, number):
+            # It stays while the other warpgroup is in the next step.
+            query_scratch[0].at[lax.rem(number, jnp.int32(2)), warpgroup][...] = d_scores
 
-            def weighted_keys(part_ref):
-                for other in range(_WARPGROUPS):
-                    d_scores = d_scores_smem.at[lax.rem(number, jnp.int32(2)), other]
-                    plgpu.wgmma(part_ref, d_scores.transpose((1, 0)), kv_smem[0].at[other, :, columns])
+        def weighted_keys(part_ref, number):
+            plgpu.barrier_wait(query_scratch[2])
+            for other in range(_WARPGROUPS):
+                d_scores = query_scratch[0].at[lax.rem(number + 2, jnp.int32(2)), other]
+                plgpu.wgmma(part_ref, d_scores.transpose((1, 0)), kv_smem[0].at[other, :, columns])
+
+        def store_part(part):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            query_scratch[1].at[warpgroup][...] = part
+
+        def add_part(query_sum_ref, head, index):
+            target = query_sum_ref.at[batch, pl.ds(index * ROWS, ROWS), head, columns]
+            plgpu.copy_smem_to_gmem(query_scratch[1].at[warpgroup], target, reduction_op="add")
+
+        def with_query_sum(loop, query_sum_ref, first, number, count, carry):
+            if query_sum_ref is None:
+                return loop(carry)
+            # Score gradients of zero stand for the step before the first.
+            store_score_gradient(zeros((ROWS, ROWS), TILE).astype(k_tile.dtype), number + 1)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(query_scratch[2])
+            dk, dv, *before = loop((*carry, kv_head * group, first))
+
+            def last_part(part_ref):
+                weighted_keys(part_ref, number + count - 1)
                 return part_ref[...]
 
-            part = pl.run_scoped(weighted_keys, Accumulator((ROWS, num_columns), jnp.float32))
-            release()
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            part_smem.at[warpgroup][...] = part
+            store_part(pl.run_scoped(last_part, Accumulator((ROWS, part_columns), jnp.float32)))
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(part_smem.at[warpgroup], sum_ref.at[:, columns], reduction_op="add")
-
-        dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
-        if any(sum_queries):
-            # The other warpgroup may still read the keys that dk is about to replace.
+            add_part(query_sum_ref, *before)
+            # Until both are here, the other warpgroup may read the keys and the score gradients.
             plgpu.barrier_arrive(query_scratch[2])
             plgpu.barrier_wait(query_scratch[2])
+            return dk, dv
+
+        init = (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE))
+        dk, dv = for_row_tiles(row_tile, init, with_query_sum)
         k_tile[...] = (dk * scale).astype(k_tile.dtype)
         v_tile[...] = dv.astype(v_tile.dtype)
         plgpu.commit_smem()

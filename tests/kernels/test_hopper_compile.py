@@ -50,9 +50,9 @@ SHAPES = {
     "B1 T16384 N32 K8 H128": (1, 16384, 32, 8, 128),
 }
 
-MAX_SPILL_BYTES = {True: 120, False: 260}
+MAX_SPILL_BYTES = {True: 120, False: 340}
 """Register spills of any one kernel, deterministic or not. Only the gradients of keys and values spill, at H 128: by 68
-to 104 bytes, and by 248 where the same kernel sums those of queries."""
+to 104 bytes, and by 320 where the same kernel sums those of queries."""
 
 
 def _compile_step(batch, num_keys, num_heads, num_kv_heads, head_size, *, packed, deterministic) -> Any:
@@ -96,8 +96,8 @@ def test_shared_memory_spills_and_memory(name, packed, deterministic, monkeypatc
     assert max(spills) <= MAX_SPILL_BYTES[deterministic], spills
 
     # Statistics of rows are all that is held beside inputs, outputs and gradients: no array over pairs of rows, and no
-    # second copy of a gradient of keys or values, which would alone be larger. Sums of the queries' gradient in any order
-    # are a float32 array.
+    # second copy of a gradient of keys or values, which would alone be larger. A gradient of queries that is summed in
+    # any order is a float32 array.
     batch, num_keys, num_heads, num_kv_heads, head_size = SHAPES[name]
     num_rows = batch * num_keys * num_heads
     allowed = 5 * num_rows * jnp.dtype(jnp.float32).itemsize
