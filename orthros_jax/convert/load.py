@@ -27,7 +27,7 @@ def load_hf(
     folder: Path | str,
     kind: ImportKind | None = None,
     dtype: str = "float32",
-    sharding: Callable[[tuple[str, ...], int], jax.sharding.Sharding] | Mesh | None = None,
+    sharding: Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding] | Mesh | None = None,
 ) -> tuple[ModelConfig, dict, Path]:
     """Opens a model folder of Llama, Qwen3 or an exported Orthros.
 
@@ -59,7 +59,7 @@ def read_parameters(folder: Path, config: ModelConfig, placement, is_orthros: bo
     """The parameters of `config` from the safetensors files of a folder.
 
     Args:
-      placement: path and rank of a parameter to its sharding.
+      placement: path and shape of a parameter to its sharding.
       is_orthros: the folder holds an Orthros model, so that scale and offset are in its files.
 
     Raises:
@@ -73,19 +73,19 @@ def read_parameters(folder: Path, config: ModelConfig, placement, is_orthros: bo
     for entry in entries:
         by_path.setdefault(entry.path, []).append(entry)
     parameters = {
-        path: _assemble(shapes[path], placement(path, len(shapes[path].shape)), of_path, sources)
+        path: _assemble(shapes[path], placement(path, shapes[path].shape), of_path, sources)
         for path, of_path in by_path.items()
     }
     return tensors.nested(parameters)
 
 
-def _placement(sharding) -> Callable[[tuple[str, ...], int], jax.sharding.Sharding]:
+def _placement(sharding) -> Callable[[tuple[str, ...], tuple[int, ...]], jax.sharding.Sharding]:
     if isinstance(sharding, Mesh):
-        return lambda path, rank: NamedSharding(sharding, parameter_spec(path, rank))
+        return lambda path, shape: NamedSharding(sharding, parameter_spec(path, shape, sharding))
     if sharding is not None:
         return sharding
     device = SingleDeviceSharding(jax.local_devices()[0])
-    return lambda path, rank: device
+    return lambda path, shape: device
 
 
 def _match(

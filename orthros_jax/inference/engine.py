@@ -185,7 +185,7 @@ class Engine:
 
     def _sharding(self, specs):
         if self._mesh is None:
-            # Stated, so that whatever reaches a program is placed alike: an array that JAX may still move compiles anew.
+            # Stated, so that all arrays that reach a program are placed alike: one that JAX may move compiles anew.
             return SingleDeviceSharding(jax.local_devices()[0])
         return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 

@@ -77,7 +77,7 @@ def _graphs(config: ModelConfig):
 
 def _place(path, x, config: ModelConfig, mesh: Mesh | None) -> jax.Array:
     names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-    sharding = None if mesh is None else NamedSharding(mesh, parameter_spec(names, x.ndim))
+    sharding = None if mesh is None else NamedSharding(mesh, parameter_spec(names, x.shape, mesh))
     return jax.device_put(x, sharding).astype(_dtype(path, x.dtype, config))
 
 
