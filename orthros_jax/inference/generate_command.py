@@ -1,6 +1,7 @@
 """`python -m orthros_jax generate`: continues prompts with the model of a run or of a Hugging Face folder."""
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -43,10 +44,21 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{PROG}: interrupted", file=sys.stderr)
         return 130
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            "the device has not enough memory for the model and its cache; lower --capacity, --max_tokens, --batch_size "
+            "or --chunk, take an 8-bit cache (--cache_dtype) or more devices (--mesh.tensor)"
+        ) from error
     except BrokenPipeError:
         # Python flushes standard output once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise UserError(f"{str(error.filename)[:40]}...: a name too long for the file system; shorten it") from None
     return 0
 
 
@@ -241,7 +253,8 @@ def _line(prompt: Prompt, request: Request, completion: Completion) -> dict[str,
 
 def _json_line(value: dict[str, Any]) -> str:
     """One line also for readers that break lines wherever Unicode does, such as `str.splitlines`."""
-    line = json.dumps(value, ensure_ascii=False)
+    # A lone surrogate, which UTF-8 cannot hold, becomes the escape that JSON has for it.
+    line = json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace").decode()
     for separator in "\x85\u2028\u2029":
         line = line.replace(separator, f"\\u{ord(separator):04x}")
     return line + "\n"

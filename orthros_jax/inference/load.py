@@ -1,6 +1,7 @@
 """A model from the disk, with what it takes to prompt it: settings, parameters, tokenizer, stop tokens."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from orthros_jax.config_reader import load_config
 from orthros_jax.convert.hf_config import CONFIG_FILE, ORTHROS, read_hf_config, to_model_config
 from orthros_jax.convert.load import load_hf
 from orthros_jax.data.kept_tokenizer import GENERATION_CONFIG_FILE, kept_tokenizer
-from orthros_jax.data.storage import read_json
 from orthros_jax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from orthros_jax.errors import UserError
 from orthros_jax.model import build_model
@@ -89,9 +89,14 @@ def _stored(folder: Path, config: ModelConfig, read: Callable[[Mesh | None], dic
 def _stop_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
     """The tokenizer's EOS and what a generation_config.json names beside it, one id or a list of them."""
     path = folder / GENERATION_CONFIG_FILE
-    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    named = None
+    if path.is_file():
+        try:
+            named = json.loads(path.read_bytes()).get("eos_token_id")
+        except (ValueError, AttributeError):
+            raise UserError(f"{path}: not a generation configuration; repair it or move it away") from None
     ids = [i for i in (tokenizer.eos_id, *(named if isinstance(named, list) else [named])) if i is not None]
-    if not all(isinstance(i, int) for i in ids):
+    if not all(type(i) is int for i in ids):
         raise UserError(f"{path}: eos_token_id must be a token id or a list of them; repair it or move it away")
     return frozenset(ids)
 

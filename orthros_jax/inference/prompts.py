@@ -129,7 +129,7 @@ def _read_prompt(line: str, source: str, default: Prompt, index: int) -> Prompt:
     return Prompt(
         source,
         clean_text(given["prompt"]),
-        int(_number("max_tokens", given.get("max_tokens", default.max_tokens), whole=True)),
+        _number("max_tokens", given.get("max_tokens", default.max_tokens), whole=True),
         Sampling(**values),
         tuple(stop),
         {key: given[key] for key in ("id",) if key in given},
@@ -144,10 +144,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _number(key: str, value: Any, whole: bool) -> float:
+def _number(key: str, value: Any, whole: bool) -> Any:
+    wrong = UserError(f'"{key}" must be a {"whole " if whole else ""}number, got {_shortened(json.dumps(value))}')
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise UserError(f'"{key}" must be a {"whole " if whole else ""}number, got {json.dumps(value)}')
-    return value
+        raise wrong
+    try:
+        return value if whole else float(value)
+    except OverflowError:
+        raise wrong from None
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _known() -> str:

@@ -136,18 +136,18 @@ def test_lines_in_and_lines_out(says, tmp_path):
     """Settings of a line win; its text depends on its seed alone, not on its batch; nothing else is written."""
     source, target, engine = tmp_path / "in.jsonl", tmp_path / "out.jsonl", ["--batch_size", 2, "--capacity", LENGTH]
     lines = [
-        {"prompt": "the dog", "id": {"any": "thing"}},
+        {"prompt": "the dog", "id": {"any": "thing\ud800"}},
         {"prompt": "the dog", "temperature": 0, "max_tokens": 6},
         {"prompt": "é🦊\u2028\x85", "top_k": 3, "top_p": 0.9, "min_p": 0.01, "seed": 77, "id": 3},
         {"prompt": "the dog", "seed": 40, "max_tokens": 30},
         {"prompt": "a long prompt, of more tokens than others", "stop": ["zzz", "yyy"]},
     ]
-    source.write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n")
+    source.write_text("\n\n".join(json.dumps(line) for line in lines) + "\n")
     assert says("--input", source, "--output", target, "--max_tokens", 10, "--seed", 40, *engine) == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
     found = [json.loads(line) for line in target.read_text().splitlines()]
     assert [line["prompt"] for line in found] == [line["prompt"] for line in lines]
-    assert [line.get("id") for line in found] == [{"any": "thing"}, None, 3, None, None]
+    assert [line.get("id") for line in found] == [{"any": "thing\ud800"}, None, 3, None, None]
     assert [line["seed"] for line in found] == [40, 41, 77, 40, 44]
     assert [line["prompt_tokens"] for line in found] == [8, 8, 12, 8, 42]
     assert [line["new_tokens"] for line in found] == [10, 6, 10, 30, 10]
@@ -247,7 +247,7 @@ def test_a_tokenizer_that_is_missing_or_too_large(fails, run_dir, tmp_path):
     )
 
 
-@pytest.mark.parametrize("ids", ["</s>", [1.5]])
+@pytest.mark.parametrize("ids", ["</s>", [1.5], True])
 def test_stop_tokens_that_are_none(fails, run_dir, tmp_path, ids):
     folder = shutil.copytree(run_dir, tmp_path / "run")
     path = folder / GENERATION_CONFIG_FILE
@@ -255,6 +255,28 @@ def test_stop_tokens_that_are_none(fails, run_dir, tmp_path, ids):
     assert fails("--prompt", "a", model=("--run", folder)) == (
         f"{path}: eos_token_id must be a token id or a list of them; repair it or move it away"
     )
+
+
+@pytest.mark.parametrize("content", ["{", "[257]"])
+def test_a_generation_config_that_is_none(fails, run_dir, tmp_path, content):
+    folder = shutil.copytree(run_dir, tmp_path / "run")
+    path = folder / GENERATION_CONFIG_FILE
+    path.write_text(content)
+    assert fails("--prompt", "a", model=("--run", folder)) == (
+        f"{path}: not a generation configuration; repair it or move it away"
+    )
+
+
+def test_more_memory_than_there_is(fails):
+    assert fails("--prompt", "a", "--capacity", 10**13) == (
+        "the device has not enough memory for the model and its cache; lower --capacity, --max_tokens, --batch_size "
+        "or --chunk, take an 8-bit cache (--cache_dtype) or more devices (--mesh.tensor)"
+    )
+
+
+def test_names_too_long(fails, tmp_path):
+    message = f"{'a' * 40}...: a name too long for the file system; shorten it"
+    assert fails("--prompt", "a", model=("--run", "a" * 5000)) == message
 
 
 def test_no_prompt(fails):
@@ -321,9 +343,13 @@ def test_files_that_cannot_be_read(fails, tmp_path, option):
         ('{"prompt": "a", "max_tokens": 2.0}', '"max_tokens" must be a whole number, got 2.0'),
         ('{"prompt": "a", "max_tokens": true}', '"max_tokens" must be a whole number, got true'),
         ('{"prompt": "a", "temperature": "hot"}', '"temperature" must be a number, got "hot"'),
-        ('{"prompt": "a", "temperature": -1}', "temperature must be 0 (greedy) or a positive number, got -1"),
+        (
+            '{"prompt": "a", "temperature": 1' + "0" * 400 + "}",
+            '"temperature" must be a number, got 1' + "0" * 39 + "...",
+        ),
+        ('{"prompt": "a", "temperature": -1}', "temperature must be 0 (greedy) or a positive number, got -1.0"),
         ('{"prompt": "a", "temperature": NaN}', "temperature must be 0 (greedy) or a positive number, got nan"),
-        ('{"prompt": "a", "top_p": 0}', "top_p must be above 0 and at most 1 (off), got 0"),
+        ('{"prompt": "a", "top_p": 0}', "top_p must be above 0 and at most 1 (off), got 0.0"),
         ('{"prompt": "a", "stop": 5}', '"stop" must be text or a list of texts'),
         ('{"prompt": "a", "stop": ["a", 5]}', '"stop" must be text or a list of texts'),
         ('{"prompt": "a", "stop": ""}', "a stop string must not be empty"),

@@ -9,6 +9,8 @@ from orthros_jax.errors import UserError
 from orthros_jax.inference.generation import Request, generate
 from orthros_jax.inference.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 BYTES = ByteTokenizer()
 EOS = 257
 GREEDY = Sampling(temperature=0)

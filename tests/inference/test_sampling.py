@@ -10,6 +10,8 @@ import pytest
 from orthros_jax.errors import UserError
 from orthros_jax.inference.sampling import Sampling, sample, stack_settings
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 V = 23
 DRAWS = 4000
 # Filters alone and together; the last has a k beyond the vocabulary and a p that keeps a single token.
