@@ -187,7 +187,9 @@ class Program:
     def _groups(self, line: str) -> np.ndarray:
         """Partitions of each group, [groups, devices of a group]."""
         if pairs := re.search(r"source_target_pairs=\{(\{.*?\})\}", line):
-            return np.array([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])])
+            listed = [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])]
+            sent = [pair for pair in listed if pair[0] != pair[1]]
+            return np.array(sent or [[0]])
         if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\S+)? \{([^}]*)\}", line):
             sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
             ids, chosen = np.arange(math.prod(sizes.values())).reshape(*sizes.values()), []

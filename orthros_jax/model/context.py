@@ -88,9 +88,8 @@ def _to_balanced_rows(x):
     """This device's rows [b, t, ...] to the two chunks that it computes, in the order of the sequence."""
     first, second = _routes(jax.lax.axis_size(AXIS))
     even, odd = jnp.split(x, 2, axis=1)
-    even, odd = jax.lax.ppermute(even, AXIS, first), jax.lax.ppermute(odd, AXIS, second)
     # Of chunks i and 2c - 1 - i one is even and one is odd.
-    return _in_order(even, odd)
+    return _in_order(_send(even, first), _send(odd, second))
 
 
 def _to_own_rows(x):
@@ -98,7 +97,12 @@ def _to_own_rows(x):
     first, second = _routes(jax.lax.axis_size(AXIS))
     even, odd = jnp.split(_in_order(*jnp.split(x, 2, axis=1)), 2, axis=1)
     back = [[(target, source) for source, target in route] for route in (first, second)]
-    return jnp.concatenate([jax.lax.ppermute(even, AXIS, back[0]), jax.lax.ppermute(odd, AXIS, back[1])], axis=1)
+    return jnp.concatenate([_send(even, back[0]), _send(odd, back[1])], axis=1)
+
+
+def _send(x, route):
+    """Along a permutation of the devices; between two devices one of the routes is the identity."""
+    return x if all(source == target for source, target in route) else jax.lax.ppermute(x, AXIS, route)
 
 
 def _in_order(a, b):
