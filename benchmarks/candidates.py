@@ -19,7 +19,7 @@ Arrays = dict[str, jax.Array]
 Program = Callable[[Arrays], Arrays]
 
 BACKENDS = ("hopper", "cudnn", "xla")
-"""Our backends of the training operation. Only the backward pass of `hopper` has other code for deterministic=False."""
+"""Our backends of the training operation. None has other code for deterministic=False."""
 
 DECODE_BACKENDS = ("triton", "xla")
 
@@ -44,22 +44,17 @@ def training_candidates(shape: TrainingShape, case: str, gradients: bool) -> Ite
     for impl in BACKENDS:
         if impl != "xla" or small:
             yield Candidate(f"ours {impl}", False, training_program(shape, case, gradients, impl))
-    if gradients and "out" in streams:
-        program = training_program(shape, case, gradients, "hopper", deterministic=False)
-        yield Candidate("ours hopper, any order", False, program)
     if len(streams) == 1:
         window = shape.window if case == "window" else None
         for name, attention in _peers(shape, window, gradients).items():
             yield Candidate(name, True, _program(_single(attention), streams, gradients))
 
 
-def training_program(
-    shape: TrainingShape, case: str, gradients: bool, impl: Any = "xla", *, deterministic: bool = True
-) -> Program:
+def training_program(shape: TrainingShape, case: str, gradients: bool, impl: Any = "xla") -> Program:
     """Our operation for one case of `STREAMS`."""
 
     def attention(queries, k, v, segment_ids):
-        options = {"segment_ids": segment_ids, "impl": impl, "deterministic": deterministic}
+        options = {"segment_ids": segment_ids, "impl": impl}
         if case == "both":
             q_ctx, q_out = queries
             return pallas_kernels.dual_stream_attention(q_ctx, q_out, k, v, window=shape.window, **options)

@@ -390,13 +390,13 @@ def wrong_backend(flaw) -> ModuleType:
     return backend
 
 
-def window_too_long(streams, k, v, segment_ids, scale, deterministic):
+def window_too_long(streams, k, v, segment_ids, scale):
     streams = tuple(s if s.window is None else s._replace(window=s.window + 1) for s in streams)
-    return xla.attention(streams, k, v, segment_ids, scale, deterministic)
+    return xla.attention(streams, k, v, segment_ids, scale)
 
 
-def gradient_of_values_off(streams, k, v, segment_ids, scale, deterministic):
-    return xla.attention(streams, k, v + 0.02 * (v - jax.lax.stop_gradient(v)), segment_ids, scale, deterministic)
+def gradient_of_values_off(streams, k, v, segment_ids, scale):
+    return xla.attention(streams, k, v + 0.02 * (v - jax.lax.stop_gradient(v)), segment_ids, scale)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def dual_stream_attention(
             included; -1 marks a padding row, which sees nothing. None means P == T and t_p = p.
         scale: positive factor on the scores; H ** -0.5 if None.
         impl: backend; "auto" takes the first that supports the call and logs its choice.
-        deterministic: the same call gives the same bits (cuDNN exempt: it has no such switch). False may be faster.
+        deterministic: the same call gives the same bits (cuDNN exempt: it has no such switch).
 
     Returns:
         o_ctx [B, T, N, H] and o_out [B, P, N, H] in the type of the queries. A row that sees nothing is
@@ -151,7 +151,7 @@ def _attend(op, streams, k, v, segment_ids, scale, impl, deterministic):
         raise ValueError(f"scale must be positive, got {scale}")
     backend = choose_backend(op, impl, _BACKENDS, lambda b: b.unsupported(streams, k, segment_ids, deterministic))
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    return backend.attention(streams, k, v, segment_ids, scale, deterministic)
+    return backend.attention(streams, k, v, segment_ids, scale)
 
 
 def _check_stream(stream: Stream, k: jax.Array, v: jax.Array) -> None:

@@ -1,9 +1,7 @@
 """Attention of both streams on Hopper GPUs by Pallas Mosaic GPU kernels.
 
 Forward: one kernel a stream. Backward: one kernel a stream for the queries' gradient and one for the gradients of keys
-and values, which sums over the streams. All sums are float32 and in a fixed order. With deterministic=False the last
-kernel also makes the queries' gradient of a stream with a long past, with five matrix products a pair of tiles instead
-of seven, where `hopper_tuning` has a time for it.
+and values, which sums over the streams. All sums are float32 and in a fixed order.
 """
 
 import contextlib
@@ -15,8 +13,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.dispatch import is_nvidia_gpu, target_device
-from pallas_kernels.dual_stream_attention import hopper_tuning
 from pallas_kernels.dual_stream_attention.hopper_tiles import BLOCK_ROWS, RowTiles, row_tiles
+from pallas_kernels.dual_stream_attention.hopper_tuning import options
 from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_ranges
 
 _WIDEST_SWEEP = 129
@@ -46,12 +44,7 @@ def unsupported(
 
 
 def attention(
-    streams: tuple[Stream, ...],
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    scale: float,
-    deterministic: bool,
+    streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
     sweeps = tuple(_sweep_window(stream) for stream in streams)
@@ -60,7 +53,7 @@ def attention(
     multiple = _SWEEP_ROWS if is_long_sweep else BLOCK_ROWS
     pad = partial(_pad, multiple=multiple)
     tiles = tuple(_tiles(stream, k.shape[1], segment_ids, multiple) for stream in streams)
-    outputs: Any = _attention(tuple(pad(s.q) for s in streams), pad(k), pad(v), tiles, scale, sweeps, deterministic)
+    outputs: Any = _attention(tuple(pad(s.q) for s in streams), pad(k), pad(v), tiles, scale, sweeps)
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 
 
@@ -72,25 +65,24 @@ def cache_attention(stream: Stream, k_cache: jax.Array, v_cache: jax.Array, scal
         return jnp.pad(cache, ((0, 0), (0, 0), (0, -cache.shape[2] % BLOCK_ROWS), (0, 0)))
 
     tiles = _tiles(stream, k_cache.shape[2], None)
-    options = hopper_tuning.options("forward", jax.eval_shape(lambda cache: cache.swapaxes(1, 2), k_cache))
-    out, _ = forward(_pad(stream.q), pad(k_cache), pad(v_cache), tiles, scale=scale, is_cache=True, **options)
+    sizes = options("forward", jax.eval_shape(lambda cache: cache.swapaxes(1, 2), k_cache))
+    out, _ = forward(_pad(stream.q), pad(k_cache), pad(v_cache), tiles, scale=scale, is_cache=True, **sizes)
     return out[:, : stream.q.shape[1]]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attention(queries, k, v, tiles, scale, sweeps, deterministic):
-    return _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(queries, k, v, tiles, scale, sweeps):
+    return _attention_fwd(queries, k, v, tiles, scale, sweeps)[0]
 
 
-def _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic):
-    del deterministic
+def _attention_fwd(queries, k, v, tiles, scale, sweeps):
     from pallas_kernels.dual_stream_attention.hopper_forward import forward
     from pallas_kernels.dual_stream_attention.hopper_window import window_forward
 
     outputs, lses = [], []
     for q, stream_tiles, window in zip(queries, tiles, sweeps, strict=True):
         if window is None:
-            out, lse = forward(q, k, v, stream_tiles, scale=scale, **hopper_tuning.options("forward", k))
+            out, lse = forward(q, k, v, stream_tiles, scale=scale, **options("forward", k))
         else:
             out, lse = window_forward(q, k, v, stream_tiles, window=window, scale=scale)
         outputs.append(checkpoint_name(out, "attention_output"))
@@ -98,35 +90,23 @@ def _attention_fwd(queries, k, v, tiles, scale, sweeps, deterministic):
     return tuple(outputs), (queries, k, v, tiles, tuple(outputs), tuple(lses))
 
 
-def _attention_bwd(scale, sweeps, deterministic, residuals, d_outputs):
+def _attention_bwd(scale, sweeps, residuals, d_outputs):
     from pallas_kernels.dual_stream_attention.hopper_backward import StreamResiduals, key_gradients, query_gradient
     from pallas_kernels.dual_stream_attention.hopper_window import window_query_gradient
 
     queries, k, v, tiles, outputs, lses = residuals
     streams = tuple(StreamResiduals(*x) for x in zip(queries, outputs, lses, d_outputs, tiles, strict=True))
-    summing = None if deterministic else hopper_tuning.options("key_gradients, sum_queries", k)
-    sum_queries = tuple(summing is not None and window is None for window in sweeps)
-    d_queries, deltas = [], []
-    for stream, window, is_summed in zip(streams, sweeps, sum_queries, strict=True):
-        if is_summed:
-            dq, delta = None, _row_sums(stream)
-        elif window is None:
-            dq, delta = query_gradient(stream, k, v, scale=scale, **hopper_tuning.options("query_gradient", k))
-        else:
-            dq, delta = window_query_gradient(stream, k, v, window=window, scale=scale)
-        d_queries.append(dq)
-        deltas.append(delta)
-    options = summing if any(sum_queries) else hopper_tuning.options("key_gradients", k)
-    sums, dk, dv = key_gradients(streams, tuple(deltas), k, v, sum_queries, scale=scale, **options)
-    sums = iter(sums)
-    d_queries = [(next(sums) * scale).astype(k.dtype) if dq is None else dq for dq in d_queries]
-    return tuple(d_queries), dk, dv, None
-
-
-def _row_sums(stream) -> jax.Array:
-    """Row sums [B, N, P] of output times its gradient, float32."""
-    out, d_out = (x.astype(jnp.float32) for x in (stream.out, stream.d_out))
-    return (out * d_out).sum(axis=-1).swapaxes(1, 2)
+    d_queries, deltas = zip(
+        *(
+            query_gradient(stream, k, v, scale=scale, **options("query_gradient", k))
+            if window is None
+            else window_query_gradient(stream, k, v, window=window, scale=scale)
+            for stream, window in zip(streams, sweeps, strict=True)
+        ),
+        strict=True,
+    )
+    dk, dv = key_gradients(streams, deltas, k, v, scale=scale, **options("key_gradients", k))
+    return d_queries, dk, dv, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -35,9 +35,6 @@ from pallas_kernels.dual_stream_attention.hopper_tiles import RowTiles
 
 _WARPGROUPS = 2
 
-_FLOAT_TRANSFORMS = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
-"""How float32 tiles that TMA adds to global memory lie in shared memory."""
-
 
 class StreamResiduals(NamedTuple):
     """What the forward pass leaves of a stream, and its output's gradient.
@@ -180,101 +177,61 @@ def key_gradients(
     deltas: tuple[jax.Array, ...],
     k: jax.Array,
     v: jax.Array,
-    sum_queries: tuple[bool, ...],
     *,
     scale: float,
     stages: int,
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-    """Gradients of keys and values, and of the queries of some streams, from one pass over the pairs of tiles.
-
-    Args:
-        sum_queries: for which streams the gradient of the queries is summed as well (H = 128 alone).
-        stages: row tiles in flight.
-
-    Returns:
-        The gradients of these queries over `scale`, float32 [B, P, N, H], summed in no fixed order; dk and dv
-        [B, T, K, H], summed over all streams and heads of a group in a fixed order.
-    """
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group."""
     batch, num_keys, num_kv_heads, head_size = k.shape
     tile_of = functools.partial(plgpu.SMEM, dtype=k.dtype, transforms=TRANSFORMS)
     arrays = tuple(
         (s.q, s.lse, s.d_out, delta, s.tiles.start, s.tiles.end, s.tiles.seen, s.tiles.whole, s.tiles.tiles_of_keys)
         for s, delta in zip(streams, deltas, strict=True)
     )
-    kernel = functools.partial(
-        _key_kernel,
-        group=streams[0].q.shape[2] // num_kv_heads,
-        scale=scale,
-        stages=stages,
-        sum_queries=sum_queries,
-    )
-    query_scratch = (
-        tile_of((2, _WARPGROUPS, ROWS, ROWS)),
-        plgpu.SMEM((_WARPGROUPS, ROWS, head_size // _WARPGROUPS), jnp.float32, transforms=_FLOAT_TRANSFORMS),
-        plgpu.Barrier(num_arrivals=_WARPGROUPS),
-    )
-    call = plgpu.kernel(
-        kernel,
-        out_type=(),
+    return plgpu.kernel(
+        functools.partial(_key_kernel, group=streams[0].q.shape[2] // num_kv_heads, scale=scale, stages=stages),
+        out_type=(k, v),
         grid=(num_kv_heads, num_keys // (_WARPGROUPS * ROWS), batch),
         grid_names=("head", "tile", "batch"),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=(
             (tile_of((_WARPGROUPS, ROWS, head_size)),) * 2,
-            plgpu.Barrier(num_arrivals=_WARPGROUPS * 2, num_barriers=1),
+            plgpu.Barrier(num_arrivals=2 * _WARPGROUPS),
             ((tile_of((stages, ROWS, head_size)), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
             (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2,
             (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
-            *(query_scratch if any(sum_queries) else ()),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-
-    def run(refs):
-        call(arrays, k, v, *refs)
-
-    sums = tuple(jnp.zeros(s.q.shape, jnp.float32) for s, summed in zip(streams, sum_queries, strict=True) if summed)
-    sums, dk, dv = pl.run_state(run)((sums, lax.empty(k.shape, k.dtype), lax.empty(v.shape, v.dtype)))
-    return sums, dk, dv
+    )(arrays, k, v)
 
 
 def _key_kernel(
-    streams, k_ref, v_ref, query_sum_refs, dk_ref, dv_ref,
-    kv_smem, kv_ready, row_smem, row_ready, row_free, *query_scratch,
-    group, scale, stages, sum_queries,
+    streams, k_ref, v_ref, dk_ref, dv_ref,
+    kv_smem, kv_ready, row_smem, row_ready, row_free,
+    *, group, scale, stages,
 ):  # fmt: skip
     warpgroup, batch, kv_head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     tile = lax.axis_index("tile")
     (q_smem, lse_smem), (d_out_smem, delta_smem) = row_smem
-    remaining = iter(query_sum_refs)
-    query_sum_refs = [next(remaining) if summed else None for summed in sum_queries]
 
-    def for_row_tiles(body, carry, around=lambda loop, query_sum_ref, first, number, count, carry: loop(carry)):
-        """carry = body(stream, its sum, index of the sequence, head, row tile, running number, carry) over them all.
-
-        around(loop, sum, first row tile, first number, count, carry) is what is done for a stream.
-        """
+    def for_row_tiles(body, carry):
+        """carry = body(stream, its index of the sequence, head, row tile, running number, carry) over all of them."""
         number = jnp.int32(0)
-        for stream, query_sum_ref in zip(streams, query_sum_refs, strict=True):
+        for stream in streams:
             tile_range_ref = stream[8]
             range_batch = batch if tile_range_ref.shape[0] > 1 else 0
             first, last = tile_range_ref[range_batch, tile, 0], tile_range_ref[range_batch, tile, 1]
-            of_stream = functools.partial(body, stream, query_sum_ref, range_batch)
 
-            def of_head(head, carry, of_stream=of_stream, first=first, last=last, number=number):
+            def of_head(head, carry, stream=stream, first=first, last=last, number=number, range_batch=range_batch):
                 def of_tile(step, carry):
                     at = number + head * (last - first) + step
-                    return of_stream(kv_head * group + head, first + step, at, carry)
+                    return body(stream, range_batch, kv_head * group + head, first + step, at, carry)
 
                 return lax.fori_loop(0, last - first, of_tile, carry)
 
-            def loop(carry, of_head=of_head):
-                return lax.fori_loop(0, group, of_head, carry) if group > 1 else of_head(jnp.int32(0), carry)
-
-            count = group * (last - first)
-            carry = around(loop, query_sum_ref, first, number, count, carry)
-            number += count
+            carry = lax.fori_loop(0, group, of_head, carry) if group > 1 else of_head(jnp.int32(0), carry)
+            number += group * (last - first)
         return carry
 
     @pl.when(warpgroup < _WARPGROUPS)
@@ -283,11 +240,12 @@ def _key_kernel(
         first_key = (tile * _WARPGROUPS + warpgroup) * ROWS
         keys = pl.ds(first_key, ROWS)
         k_tile, v_tile = (x.at[warpgroup] for x in kv_smem)
-        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, kv_ready.at[0])
-        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, kv_ready.at[0])
-        plgpu.barrier_wait(kv_ready.at[0])
+        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, kv_ready)
+        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, kv_ready)
+        plgpu.barrier_wait(kv_ready)
 
-        def row_tile(stream, query_sum_ref, range_batch, head, index, number, carry):
+        def row_tile(stream, range_batch, head, index, number, carry):
+            del head
             start_ref, end_ref, seen_ref, whole_ref = stream[4:8]
             slot = lax.rem(number, jnp.int32(stages))
             rows = pl.ds(index * ROWS, ROWS)
@@ -304,26 +262,11 @@ def _key_kernel(
                 end = load(end_ref.at[range_batch, rows], COLUMN, optimized=False)
                 return mask_keys(s, start, end, first_key, keys_axis=0)
 
-            def release():
-                plgpu.barrier_arrive(row_free[0].at[slot])
-                plgpu.barrier_arrive(row_free[1].at[slot])
-
-            def accumulate(refs, before=None):
+            def accumulate(refs):
                 dk_ref, dv_ref = refs
 
-                def scores_and_part(scores_ref):
-                    def part(part_ref):
-                        weighted_keys(part_ref, number - 1)
-                        plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
-                        store_part(plgpu.wgmma_accumulator_load(part_ref, wait_n=1))
-
-                    if before is None:
-                        plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
-                    else:
-                        pl.run_scoped(part, Accumulator((ROWS, part_columns), jnp.float32))
-                    pl.run_scoped(functools.partial(transposed, scores_ref), Accumulator((ROWS, ROWS), jnp.float32))
-
                 def transposed(scores_ref, d_weights_ref):
+                    plgpu.wgmma(scores_ref, k_tile, q_tile.transpose((1, 0)))
                     plgpu.wgmma(d_weights_ref, v_tile, d_out_tile.transpose((1, 0)))
                     lse = load(lse_smem.at[slot], COLUMN)
                     s = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
@@ -331,79 +274,24 @@ def _key_kernel(
                     weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
                     plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    # So late because registers are short: two values a row, beside four tiles.
+                    # So late because registers are short: a value for each row, beside four tiles.
                     delta = load(delta_smem.at[slot], COLUMN)
                     d_scores = (weights * (d_weights - across(delta, s.shape))).astype(k_tile.dtype)
-                    if before is not None:
-                        store_score_gradient(d_scores, number)
                     # The copies that refill the stage must come after the reads of its row statistics.
                     plgpu.commit_smem()
-                    if before is not None:
-                        plgpu.barrier_arrive(query_scratch[2])
-                        add_part(query_sum_ref, *before)
                     plgpu.wgmma(dk_ref, d_scores, q_tile)
 
-                pl.run_scoped(scores_and_part, Accumulator((ROWS, ROWS), jnp.float32))
+                pl.run_scoped(transposed, *[Accumulator((ROWS, ROWS), jnp.float32)] * 2)
 
-            def add(carry, before=None):
-                run = pl.run_state(functools.partial(accumulate, before=before))
-                return tuple(run(tuple(Accumulator.init(x) for x in carry)))
+            def add(carry):
+                return tuple(pl.run_state(accumulate)(tuple(Accumulator.init(x) for x in carry)))
 
-            if query_sum_ref is None:
-                carry = lax.cond(is_seen, add, lambda carry: carry, carry)
-            else:
-                # Also where none of its own keys is seen: the other warpgroup counts on its score gradients.
-                dk, dv, *before = carry
-                carry = (*add((dk, dv), before), head, index)
-            release()
+            carry = lax.cond(is_seen, add, lambda carry: carry, carry)
+            plgpu.barrier_arrive(row_free[0].at[slot])
+            plgpu.barrier_arrive(row_free[1].at[slot])
             return carry
 
-        # The queries' gradient of a row tile is the product of its score gradients, from both warpgroups, and the keys.
-        # It is made one step later, when they lie in shared memory; each warpgroup makes half of its columns.
-        part_columns = k_tile.shape[1] // _WARPGROUPS
-        columns = pl.ds(pl.multiple_of(warpgroup * part_columns, part_columns), part_columns)
-
-        def store_score_gradient(d_scores, number):
-            # It stays while the other warpgroup is in the next step.
-            query_scratch[0].at[lax.rem(number, jnp.int32(2)), warpgroup][...] = d_scores
-
-        def weighted_keys(part_ref, number):
-            plgpu.barrier_wait(query_scratch[2])
-            for other in range(_WARPGROUPS):
-                d_scores = query_scratch[0].at[lax.rem(number + 2, jnp.int32(2)), other]
-                plgpu.wgmma(part_ref, d_scores.transpose((1, 0)), kv_smem[0].at[other, :, columns])
-
-        def store_part(part):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            query_scratch[1].at[warpgroup][...] = part
-
-        def add_part(query_sum_ref, head, index):
-            target = query_sum_ref.at[batch, pl.ds(index * ROWS, ROWS), head, columns]
-            plgpu.copy_smem_to_gmem(query_scratch[1].at[warpgroup], target, reduction_op="add")
-
-        def with_query_sum(loop, query_sum_ref, first, number, count, carry):
-            if query_sum_ref is None:
-                return loop(carry)
-            # Score gradients of zero stand for the step before the first.
-            store_score_gradient(zeros((ROWS, ROWS), TILE).astype(k_tile.dtype), number + 1)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(query_scratch[2])
-            dk, dv, *before = loop((*carry, kv_head * group, first))
-
-            def last_part(part_ref):
-                weighted_keys(part_ref, number + count - 1)
-                return part_ref[...]
-
-            store_part(pl.run_scoped(last_part, Accumulator((ROWS, part_columns), jnp.float32)))
-            plgpu.commit_smem()
-            add_part(query_sum_ref, *before)
-            # Until both are here, the other warpgroup may read the keys and the score gradients.
-            plgpu.barrier_arrive(query_scratch[2])
-            plgpu.barrier_wait(query_scratch[2])
-            return dk, dv
-
-        init = (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE))
-        dk, dv = for_row_tiles(row_tile, init, with_query_sum)
+        dk, dv = for_row_tiles(row_tile, (zeros(k_tile.shape, TILE), zeros(k_tile.shape, TILE)))
         k_tile[...] = (dk * scale).astype(k_tile.dtype)
         v_tile[...] = dv.astype(v_tile.dtype)
         plgpu.commit_smem()
@@ -415,8 +303,8 @@ def _key_kernel(
     def _fetch():
         plgpu.set_max_registers(24, action="decrease")
 
-        def row_tile(stream, query_sum_ref, range_batch, head, index, number, carry):
-            del query_sum_ref, range_batch, carry
+        def row_tile(stream, range_batch, head, index, number, carry):
+            del range_batch, carry
             q_ref, lse_ref, d_out_ref, delta_ref = stream[:4]
             rows = pl.ds(index * ROWS, ROWS)
             sources = (

@@ -38,15 +38,9 @@ def unsupported(
 
 
 def attention(
-    streams: tuple[Stream, ...],
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    scale: float,
-    deterministic: bool,
+    streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
-    del deterministic
     num_keys = k.shape[1]
     ranges = tuple(
         key_ranges(num_keys, window=s.window, segment_ids=segment_ids, out_index=s.out_index) for s in streams

@@ -4,7 +4,6 @@
 * Matrix products are asynchronous: they read shared memory until a wait covers them (`wgmma_wait`,
   `wgmma_accumulator_load`, the end of `run_state`). JAX's own interpreter neither checks their operands for races nor
   knows the waits, so that a stage that is handed back too early goes unseen.
-* Copies from shared to global memory that add (`reduction_op="add"`).
 * A race fails the test: JAX prints it and goes on.
 
 It reaches into private modules of JAX, hence the check of its version. Drop a part when JAX does it itself (the marks
@@ -15,7 +14,6 @@ from collections import defaultdict, deque
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from threading import Lock
 from unittest import mock
 
 import jax
@@ -62,7 +60,6 @@ def interpreted():
         mock.patch.object(interpreter, "_interpret_run_scoped_p", _dispatch(interpreter._interpret_run_scoped_p)),
         mock.patch.object(interpreter, "_interpret_wgmma_ref_p", _interpret_wgmma),
         mock.patch.object(gpu_callbacks, "wgmma_accumulator_deref", _accumulator_load),
-        mock.patch.object(gpu_callbacks, "copy_smem_to_gmem", _with_additions(gpu_callbacks.copy_smem_to_gmem)),
         interpret_params.force_gpu_interpret_mode(params),
     ):
         try:
@@ -231,55 +228,3 @@ def _accumulator_load(*, token, mesh_location, thread, acc_allocation_key_as_arr
     if any(key == other for other, _ in memory.products[thread]):
         raise ValueError(f"an accumulator is read while a product that adds to it is in flight (wait_n={wait_n})")
     return token, memory.get_buffer_content(key, access, thread)[0]
-
-
-def _with_additions(original):
-    def copy(*, reduction_op, token, thread, mesh_location, source_info, **kwargs):
-        common = {"mesh_location": mesh_location, "thread": thread, "source_info": source_info}
-        if reduction_op is None:
-            return original(reduction_op=None, token=token, **common, **kwargs)
-        assert reduction_op == "add", reduction_op
-        return _add_smem_to_gmem(token=token, **common, **kwargs)
-
-    return copy
-
-
-@gpu_callbacks.fail_on_exception
-def _add_smem_to_gmem(
-    *, token, src_allocation_key_as_array, src_transforms, dst_allocation_key_as_array, dst_transforms, thread, **kwargs
-):
-    memory = gpu_callbacks._get_shared_memory()
-    ends = zip(
-        ("src", "dst"),
-        (
-            _locate(memory, (src_allocation_key_as_array, src_transforms)),
-            _locate(memory, (dst_allocation_key_as_array, dst_transforms)),
-        ),
-        strict=True,
-    )
-    places = {
-        f"{end}_{what}": x for end, pair in ends for what, x in zip(("allocation_key", "access"), pair, strict=True)
-    }
-    common = {name: kwargs[name] for name in ("mesh_location", "source_info")}
-    memory.execute_async_task(_Addition(thread=thread, clock=memory.incr_clock(thread), **common, **places))
-    return token
-
-
-class _Addition(gpu_callbacks.AsyncCopySmemToGmemTask):
-    """Additions to one place may come in any order: they are atomic, and no race with one another."""
-
-    lock = Lock()
-
-    def __call__(self, tma_thread_id):
-        memory = gpu_callbacks._get_shared_memory()
-        self.pre_read(tma_thread_id, memory)
-        term = memory.get_buffer_content(self.src_allocation_key, self.src_access, self.thread)[0]
-        with self.lock:
-            total = memory.get_buffer_content(self.dst_allocation_key, self.dst_access, self.thread)[0]
-            assert term is not None, "an addition is out of bounds"
-            assert total is not None, "an addition is out of bounds"
-            memory.store_buffer_content(self.dst_allocation_key, self.dst_access, total + term, self.thread)
-        assert self.clock is not None
-        self.clock.inc(tma_thread_id)
-        self.write_clock = self.clock.copy()
-        self.post_write(tma_thread_id, memory)

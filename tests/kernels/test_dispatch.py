@@ -229,7 +229,7 @@ def test_cudnn_lowers_to_two_causal_calls_with_the_window(monkeypatch):
 
     def loss(q_ctx, q_out, k, v):
         streams = Stream(q_ctx, 128, None), Stream(q_out, None, None)
-        return sum(jnp.sum(x.astype(jnp.float32)) for x in cudnn.attention(streams, k, v, None, 0.125, True))
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in cudnn.attention(streams, k, v, None, 0.125))
 
     q, k = _array(2, 512, 8, 64), _array(2, 512, 2, 64)
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(q, q, k, k).lower(lowering_platforms=("cuda",))

@@ -31,14 +31,12 @@ def test_the_longest_shape_reached_and_the_own_device_and_type_come_first(monkey
     found = [options("forward", _keys(length, 64))["stages"] for length in (2048, 2047)]
     assert found == [4, 3]
     assert options("forward", _keys(4096, 64, jnp.float16)) == {"stages": 3}
-    assert options("forward", _keys(2048, 128)) is None
-    assert options("query_gradient", _keys(2048, 64)) is None
 
 
 @pytest.mark.parametrize("kernel", ["forward", "query_gradient", "key_gradients"])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_every_call_has_an_entry(kernel, head_size):
-    assert options(kernel, _keys(1, head_size)) is not None
+    assert options(kernel, _keys(1, head_size))
 
 
 def test_entries_tell_where_their_time_comes_from():
