@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def unpack(output: Path) -> None:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=field("llama.rope.freq_base"),
+        **{"rope_theta": field("llama.rope.freq_base")},
         max_position_embeddings=field("llama.context_length"),
         tie_word_embeddings=True,
         bos_token_id=field("tokenizer.ggml.bos_token_id"),
@@ -137,7 +138,7 @@ def main() -> None:
         unpack(original)
     tokenizer = AutoTokenizer.from_pretrained(original)
     ids = tokenizer(TEXT)["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].numpy()
     print(f"{len(ids)} tokens, logits up to {np.abs(expected).max():.1f} (transformers, float32)")
@@ -170,7 +171,7 @@ def main() -> None:
         export_model(run, folder, dtype="float32")
         again = load_hf(folder, None if kind == "orthros" else kind)[1]
         jax.tree.map(np.testing.assert_array_equal, again, load_hf(original, kind)[1])
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
         chat = [{"role": "user", "content": QUESTION}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         rows = torch.tensor([tokenizer(prompt)["input_ids"]])

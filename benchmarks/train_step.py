@@ -115,14 +115,14 @@ def measure(config: Config, options: argparse.Namespace, folder: Path) -> dict[s
             if options.profile:
                 with profile.recorded(folder / "profile") as trace:
                     state, _, _ = _steps(compiled, state, batches, options.profile, mesh)
-                account = profile.account(trace, compiled.as_text(), options.profile)
+                account = profile.account(trace, compiled.as_text() or "", options.profile)
     rows = config.training.batch_size * config.data.sequence_length
     outputs = config.training.batch_size * output_rows(config)
     forward = forward_flops(config.model)
     operations = statistics.mean(3 * forward.total(rows, outputs, m.context_pairs, m.output_pairs) for m in metrics)
     peak = peak_flops_per_second(mesh.devices.flat[0].device_kind)
     mean = sum(seconds) / len(seconds)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     statistics_of_device = jax.local_devices()[0].memory_stats() or {}
     return {
         "tokens_per_second": rows / mean,

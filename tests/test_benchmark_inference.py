@@ -17,6 +17,8 @@ from orthros_jax.model.attention import KINDS
 def test_operations_of_a_prefill(kind, length):
     config = inference.dataclasses.replace(inference.SHAPES["tiny"], kind=kind)
     d, n, k, h, f = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_dim
+    assert k
+    assert h
     projections = {"q": d * n * h, "kv": 2 * d * k * h, "o": n * h * d, "ffn": 3 * d * f}
     hidden = config.num_layers - 1
     # Rows of each product of all layers; the last layer makes keys and values of every row, the rest of one alone.

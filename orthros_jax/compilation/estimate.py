@@ -55,9 +55,10 @@ def roofline(
     chip = topology.chip
     passes = 3 if config.model.remat in _WITHOUT_REPETITION else 4
     flops = step_flops(config) * passes / 3 / mesh.size
+    # A chip without a network of its own has all devices within one "host".
+    between_hosts = chip.network_bandwidth or chip.link_bandwidth
     network = sum(
-        c.sent_bytes / (chip.link_bandwidth if _within_host(c, topology, mesh) else chip.network_bandwidth)
-        for c in collectives
+        c.sent_bytes / (chip.link_bandwidth if _within_host(c, topology, mesh) else between_hosts) for c in collectives
     )
     return Roofline(flops / topology.peak_flops, 2 * state_bytes / chip.hbm_bandwidth, network)
 

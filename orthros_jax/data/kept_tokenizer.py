@@ -35,7 +35,7 @@ def keep_tokenizer(folder: Path, dataset: Path | str) -> None:
         return
     tokenizer = dataset_tokenizer(dataset)
     content = tokenizer.content if isinstance(tokenizer, FileTokenizer) else byte_tokenizer_file()
-    spelled = {i: token for token, i in json_vocabulary(content).items()}
+    spelled: dict[int | None, str] = {i: token for token, i in json_vocabulary(content).items()}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": spelled.get(tokenizer.bos_id),

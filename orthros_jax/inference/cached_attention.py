@@ -4,6 +4,8 @@ Letters: B sequences, C rows of a chunk on one device, R rows of a decoding step
 head size, W window, S slots, X devices along the context axis.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -34,8 +36,8 @@ def rows_spec(layout: CacheLayout) -> P:
 
 def cache_spec(layout: CacheLayout) -> LayerCache:
     """How a layer's cache lies on a mesh."""
-    slots = P(BATCH_AXES, "tensor", "context" if layout.shards > 1 else None, None)
-    scale = P(BATCH_AXES, "tensor") if layout.is_scaled else None
+    slots: Any = P(BATCH_AXES, "tensor", "context" if layout.shards > 1 else None, None)
+    scale: Any = P(BATCH_AXES, "tensor") if layout.is_scaled else None
     return LayerCache(slots, slots, scale, scale)
 
 

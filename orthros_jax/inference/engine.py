@@ -87,7 +87,7 @@ class Engine:
             partial(programs.prefill_chunk, **static),
             static_argnames=("is_first",),
             donate_argnames=("state",),
-            **({"compiler_options": _GPU_OPTIONS} if jax.default_backend() == "gpu" else {}),
+            compiler_options=_GPU_OPTIONS if jax.default_backend() == "gpu" else None,
         )
         self._output = jax.jit(partial(programs.prefill_output, **static))
         self._decode = jax.jit(partial(programs.decode_token, **static), donate_argnames=("caches",))
@@ -187,7 +187,8 @@ class Engine:
         if self._mesh is None:
             # Stated, so that all arrays that reach a program are placed alike: one that JAX may move compiles anew.
             return SingleDeviceSharding(jax.local_devices()[0])
-        return jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+        mesh = self._mesh
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def _check_mesh(config: ModelConfig, mesh: Mesh, chunk: int, batch_size: int) -> None:

@@ -58,7 +58,7 @@ class FusedSwiGLU(nnx.Module):
 
 def fused_layer(config: ModelConfig, *, last: bool) -> Layer:
     """A layer of fused modules."""
-    layer = Layer(config, last=last, rngs=nnx.Rngs(0))
+    layer: Any = Layer(config, last=last, rngs=nnx.Rngs(0))
     layer.attention = FusedAttention(config, last=last, rngs=nnx.Rngs(0))
     layer.ffn = FusedSwiGLU(config, nnx.Rngs(0))
     return layer

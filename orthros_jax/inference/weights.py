@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from orthros_jax.config import ModelConfig
 from orthros_jax.inference.fused import fuse, fused_layer
-from orthros_jax.model import LanguageModel, build_model
-from orthros_jax.model.language_model import Layer
+from orthros_jax.model import build_model
 from orthros_jax.sharding import parameter_spec
 
 Weights = dict[str, Any]
@@ -52,13 +51,13 @@ def weight_shapes(config: ModelConfig) -> Weights:
     return rest | {"layers": (hidden,) * (config.num_layers - 1)}
 
 
-def hidden_layer(tree: dict[str, Any], config: ModelConfig) -> Layer:
-    """A hidden layer with its parameters."""
+def hidden_layer(tree: dict[str, Any], config: ModelConfig) -> Any:
+    """A hidden `fused_layer` with its parameters."""
     return nnx.merge(_graphs(config)[0][0], tree)
 
 
-def outer_model(weights: Weights, config: ModelConfig) -> LanguageModel:
-    """A model that has all but the hidden layers: embedding, last layer, final norm and head."""
+def outer_model(weights: Weights, config: ModelConfig) -> Any:
+    """A `LanguageModel` of all but the hidden layers: embedding, fused last layer, final norm and head."""
     return nnx.merge(_graphs(config)[1][0], {name: tree for name, tree in weights.items() if name != "layers"})
 
 

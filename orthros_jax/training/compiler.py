@@ -5,7 +5,7 @@ import os
 from jax.sharding import Mesh
 
 # By platform of the mesh's devices.
-_OPTIONS: dict[str, dict[str, bool | int | str]] = {
+_OPTIONS: dict[str, dict[str, str | bool]] = {
     "gpu": {
         # cuBLAS alone: Triton's products, which the autotuner takes where it finds them faster one by one, slow the
         # step down as a whole, and trying them is most of the time that compiling takes.
@@ -14,7 +14,7 @@ _OPTIONS: dict[str, dict[str, bool | int | str]] = {
 }
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool | int | str]:
+def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
     """Options for `jax.stages.Lowered.compile` on the mesh's devices."""
     platform = mesh.devices.flat[0].platform
     return dict(_OPTIONS.get("gpu" if platform == "cuda" else platform, {}))

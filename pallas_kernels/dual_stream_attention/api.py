@@ -135,7 +135,7 @@ def cache_attention(
     stream = Stream(q, None, positions)
     k, v = (x.swapaxes(1, 2) for x in (k_cache, v_cache))
     _check_stream(stream, k, v)
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(k.shape[-1] ** -0.5 if scale is None else scale)
     backend = choose_backend("cache_attention", impl, _BACKENDS, lambda b: b.unsupported((stream,), k, None, True))
     if backend is hopper:
         return hopper.cache_attention(stream, k_cache, v_cache, scale)

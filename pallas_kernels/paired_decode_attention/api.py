@@ -128,9 +128,9 @@ def sharded_decode_attention(
     _check(q, (None,) * q.shape[1], k_cache, v_cache, lengths, k_scale, v_scale)
     if first.shape != q.shape[:2] or first.dtype != jnp.int32:
         raise ValueError(f"first must be an int32 array of shape {q.shape[:2]}, got {first.dtype} {first.shape}")
-    if k_scale is None:
+    if k_scale is None or v_scale is None:
         k_scale = v_scale = jnp.ones(k_cache.shape[:2], jnp.float32)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     return xla.attention_over_devices(q, first, k_cache, v_cache, lengths, k_scale, v_scale, scale, axis)
 
 

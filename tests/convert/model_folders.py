@@ -98,7 +98,8 @@ def write_tokenizer(folder: Path, *, add_bos: bool = True) -> None:
 def write_model(folder: Path, config: ModelConfig, params: dict, **options: Any) -> Path:
     """A model folder, by way of a run; float32 unless told otherwise."""
     run = write_run(folder.with_name(f"{folder.name}_run"), config, params)
-    export_model(run, folder, **({"dtype": "float32"} | options))
+    settings: dict[str, Any] = {"dtype": "float32"} | options
+    export_model(run, folder, **settings)
     return folder
 
 

@@ -4,8 +4,10 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_folders import (
@@ -102,8 +104,9 @@ def test_bfloat16_is_rounded_once(folders):
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_imported_orthros_is_the_transformer_where_the_window_holds_all(folders, name):
     folder, config, _ = folders[name]
-    layout, _ = streams.pretraining(random_tokens())
+    layout, _ = streams.pretraining(jnp.asarray(random_tokens()))
     results = {}
+    kind: Any
     for kind, window in (("transformer", 1), ("orthros", 64), ("orthros", 4)):
         imported, params, _ = load_hf(folder, kind)
         settings = vars(imported) | {"window": window, "compute_dtype": "float32"}
@@ -122,7 +125,7 @@ def llama(tmp_path):
     return write_model(tmp_path / "m", config, random_params(config), shard_bytes=30_000)
 
 
-def assert_refused(folder, message, kind="transformer"):
+def assert_refused(folder, message, kind: Any = "transformer"):
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         load_hf(folder, kind)
 

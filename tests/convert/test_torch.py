@@ -1,9 +1,11 @@
 """Against PyTorch: published architectures as transformers computes them, and the exported model files."""
 
+import dataclasses
 import json
 import os
 import sys
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +123,7 @@ def test_imports_compute_what_transformers_computes(make, tmp_path):
     positions = np.sort(np.random.default_rng(1).integers(0, 12_000, (2, ROWS)).astype(np.int32))
     expected = torch_logits(model, tokens, position_ids=torch.tensor(positions).long())
     layout = Layout(jnp.asarray(tokens), jnp.asarray(positions), None, None)
+    kind: Any
     for kind, window in (("transformer", 1), ("orthros", ROWS)):
         config, params, _ = load_hf(tmp_path, kind)
         config = ModelConfig(**(vars(config) | {"compute_dtype": "float32", "window": window}))
@@ -157,7 +160,8 @@ def test_all_phases(exported, name, impl):
 
     # Fine-tuning: the rows that predict the last 10 tokens.
     response = np.arange(ROWS) >= ROWS - 10
-    layout, _ = streams.fine_tuning(tokens, np.ones_like(tokens), np.tile(response, (2, 1)), 10)
+    rows = jnp.asarray(tokens), jnp.ones_like(tokens), jnp.asarray(np.tile(response, (2, 1)))
+    layout, _ = streams.fine_tuning(*rows, num_outputs=10)
     keep = torch.arange(ROWS - 11, ROWS - 1)
     got = torch_logits(model, tokens[:, :-1], logits_to_keep=keep)
     np.testing.assert_allclose(got, logits(config, params, layout), atol=TOLERANCE)
@@ -187,7 +191,7 @@ def test_blocks_of_rows_change_nothing(exported):
     tokens = random_tokens()
     model = load(folder)
     expected = torch_logits(model, tokens)
-    module = sys.modules[type(model).__module__]
+    module: Any = sys.modules[type(model).__module__]
     whole, module.BLOCK_ROWS = module.BLOCK_ROWS, 3
     try:
         np.testing.assert_allclose(torch_logits(model, tokens), expected, atol=TOLERANCE)
@@ -198,7 +202,7 @@ def test_blocks_of_rows_change_nothing(exported):
 def test_prefill_makes_no_square_mask(exported, monkeypatch):
     folder, _, _ = exported["scale-offset"]
     model = load(folder)
-    module = sys.modules[type(model).__module__]
+    module: Any = sys.modules[type(model).__module__]
     largest = []
 
     def attention(layer, query, key, value, mask, **kwargs):
@@ -298,7 +302,7 @@ def test_what_transformers_saves_comes_back(exported, tmp_path):
     load(folder).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     loaded, again, _ = load_hf(tmp_path)
-    assert ModelConfig(**(vars(loaded) | {"compute_dtype": "float32"})) == config
+    assert dataclasses.replace(loaded, compute_dtype="float32") == config
     assert_same_bits(params, again)
 
 
@@ -322,7 +326,7 @@ def test_bfloat16_export_picks_the_same_tokens(tmp_path):
     tokens = random_tokens(20, 40)
     # As in training: parameters in float32, products in bfloat16.
     results = {
-        dtype: pretraining_logits(ModelConfig(**(vars(config) | {"compute_dtype": dtype})), params, tokens)[:, -1]
+        dtype: pretraining_logits(dataclasses.replace(config, compute_dtype=dtype), params, tokens)[:, -1]
         for dtype in ("float32", "bfloat16")
     }
     exported = torch_logits(model, tokens, logits_to_keep=1)[:, -1]

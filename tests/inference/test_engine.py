@@ -1,6 +1,7 @@
 """Prefill and decode against the full pretraining forward pass: the law of consistency, for every kind and shape."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -181,9 +182,8 @@ def test_stored_numbers(dtype, relative):
     rows = np.random.default_rng(0).normal(size=(2, 2, 8, 2, 8)).astype(np.float32) * 5
     lengths = jnp.asarray([8, 3], jnp.int32)
     rows[:, 1, 3:] *= 1000  # Rows behind the prompt do not count.
-    cache = write_chunk(
-        empty_layer(config, layout, 2), *jnp.asarray(rows), jnp.int32(0), lengths, layout, is_first=True
-    )
+    keys, values = jnp.asarray(rows)
+    cache = write_chunk(empty_layer(config, layout, 2), keys, values, jnp.int32(0), lengths, layout, is_first=True)
     found = stored(cache, jnp.float32)
     for x, scale, numbers in zip(rows, (cache.k_scale, cache.v_scale), found, strict=True):
         assert scale is not None
@@ -262,10 +262,12 @@ def test_activations_of_a_million_tokens_are_those_of_a_chunk(cache_dtype):
 
         caches = jax.eval_shape(lambda: (empty_layer(config, layout, 1),) * 3)
         halo = (jax.ShapeDtypeStruct((1, 128, 2, 8), jnp.bfloat16),) * 2
-        state = programs.Prefill(caches, (halo,) * 2, jax.ShapeDtypeStruct((1, 24), jnp.bfloat16))
+        carried: Any = (halo,) * 2, jax.ShapeDtypeStruct((1, 24), jnp.bfloat16)
+        state = programs.Prefill(caches, *carried)
         integers = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 256), (), (1,))]
         compiled = jax.jit(chunk, donate_argnums=1).lower(weight_shapes(config), state, *integers).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        memory: Any = compiled.memory_analysis()
+        return memory.temp_size_in_bytes
 
     layer_of_a_million = 2**20 * 2 * 8
     assert temporary(2**20) < min(1.1 * temporary(2**12), layer_of_a_million)
