@@ -1,6 +1,8 @@
 """The inference benchmark: its counts by brute force, and a run on the processor."""
 
+import dataclasses
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,10 +17,8 @@ from orthros_jax.model.attention import KINDS
 @pytest.mark.parametrize("kind", inference.KIND_NAMES)
 @pytest.mark.parametrize("length", [5, 40])
 def test_operations_of_a_prefill(kind, length):
-    config = inference.dataclasses.replace(inference.SHAPES["tiny"], kind=kind)
+    config: Any = dataclasses.replace(inference.SHAPES["tiny"], kind=kind)
     d, n, k, h, f = config.model_dim, config.num_heads, config.num_kv_heads, config.head_dim, config.ffn_dim
-    assert k
-    assert h
     projections = {"q": d * n * h, "kv": 2 * d * k * h, "o": n * h * d, "ffn": 3 * d * f}
     hidden = config.num_layers - 1
     # Rows of each product of all layers; the last layer makes keys and values of every row, the rest of one alone.
