@@ -105,7 +105,7 @@ def decode_token(
     kind = KINDS[config.kind](config)
     step = streams.decode(tokens, lengths)
     rope = rope_table(step.positions[:, None], config)
-    x = model.embedding(step.tokens)[:, None]
+    x = model.embedding(step.tokens[:, None])
     if kind.doubled:
         x = jnp.repeat(x, 2, axis=1)
     static = {"config": config, "layout": layout}

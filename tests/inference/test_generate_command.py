@@ -238,7 +238,7 @@ def test_a_tokenizer_that_is_missing_or_too_large(fails, run_dir, tmp_path):
     tokenizer = folder / "tokenizer.json"
     tokenizer.unlink()
     assert fails("--prompt", "a", model=("--run", folder)) == (
-        f"{folder}: tokenizer missing: no tokenizer.json here; copy the one of the model to this place"
+        f"{folder}: tokenizer missing: no tokenizer.json here; copy the one of the original model to this place"
     )
     tokenizer.write_bytes(train_bpe(["the dog has two heads " * 5], 270))
     assert fails("--prompt", "a", model=("--run", folder)) == (
