@@ -35,7 +35,6 @@ def _compile(*arguments):
 @pytest.mark.parametrize(
     ("topology", "preset", "backend", "axes"),
     [
-        ("v5p:4x4x8", "1b3_v5p_4x4x8", "tpu", "data 8 x fsdp 16"),
         ("h200:8", "1b3_h200_8", "hopper", "fsdp 8"),
     ],
 )
