@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(
-            "the device has not enough memory for the model and its cache; lower --capacity, --max_tokens, --batch_size "
-            "or --chunk, take an 8-bit cache (--cache_dtype) or more devices (--mesh.tensor)"
+            "the device has not enough memory for the model and its cache; lower --capacity, --max_tokens, "
+            "--batch_size or --chunk, take an 8-bit cache (--cache_dtype) or more devices (--mesh.tensor)"
         ) from error
     except BrokenPipeError:
         # Python flushes standard output once more when it ends.
