@@ -54,4 +54,4 @@ def options(kernel: str, k: jax.Array) -> dict[str, Any]:
     """
     device = jax.devices()[0].device_kind
     found = [s for s in SETTINGS if (s.kernel, s.head_size) == (kernel, k.shape[3]) and s.min_keys <= k.shape[1]]
-    return max(found, key=lambda s: (s.device == device, s.dtype == k.dtype, s.min_keys)).options
+    return max(found, key=lambda s: (s.device == device, s.dtype == k.dtype.name, s.min_keys)).options
