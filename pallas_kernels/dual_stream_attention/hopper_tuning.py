@@ -56,4 +56,4 @@ def options(kernel: str, k: jax.Array | jax.ShapeDtypeStruct) -> dict[str, Any]:
     """
     device = target_device().device_kind
     found = [s for s in SETTINGS if (s.kernel, s.head_size) == (kernel, k.shape[3]) and s.min_keys <= k.shape[1]]
-    return max(found, key=lambda s: (s.device == device, s.dtype == k.dtype, s.min_keys)).options
+    return max(found, key=lambda s: (s.device == device, s.dtype == k.dtype.name, s.min_keys)).options
