@@ -55,22 +55,15 @@ def roofline(
     chip = topology.chip
     passes = 3 if config.model.remat in _WITHOUT_REPETITION else 4
     flops = step_flops(config) * passes / 3 / mesh.size
-    network = sum(
-        c.sent_bytes / (chip.link_bandwidth if _within_host(c, topology, mesh) else chip.network_bandwidth)
-        for c in collectives
-    )
+    network = sum(c.sent_bytes / _bandwidth(c, topology, mesh) for c in collectives)
     return Roofline(flops / topology.peak_flops, 2 * state_bytes / chip.hbm_bandwidth, network)
 
 
-def _within_host(collective: Collective, topology: Topology, mesh: Mesh) -> bool:
-    """Whether each group lies in one host, or hosts make no difference. Devices of the last axes are neighbours."""
-    if topology.chip.network_bandwidth is None:
-        return True
-    span = 1
+def _bandwidth(collective: Collective, topology: Topology, mesh: Mesh) -> float:
+    """Bytes per second of the slowest network that the groups cross. Devices of the last axes are neighbours."""
+    chip, span = topology.chip, 1
     for axis, extent in reversed(mesh.shape.items()):
-        if axis in collective.axes:
-            reach = span * extent
-            if reach > topology.devices_per_host:
-                return False
         span *= extent
-    return True
+        if axis in collective.axes and span > topology.devices_per_host and chip.network_bandwidth is not None:
+            return chip.network_bandwidth
+    return chip.link_bandwidth
