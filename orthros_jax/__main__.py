@@ -9,6 +9,9 @@ from orthros_jax.errors import UserError, run_command
 # Imported on use, so that a command starts without the libraries of the others.
 COMMANDS = {
     "prepare": ("orthros_jax.data.prepare:main", "turn text, JSONL or parquet into token shards"),
+    "import": ("orthros_jax.convert.import_command:main", "turn a Hugging Face model into a run"),
+    "export": ("orthros_jax.convert.export_command:main", "turn a run into a Hugging Face model"),
+    "generate": ("orthros_jax.inference.generate_command:main", "continue prompts with a trained model"),
     "compile": ("orthros_jax.compilation.command:main", "compile a run for a pod, and report whether it fits"),
     "plot": ("orthros_jax.training.plot:main", "draw the loss of runs against tokens and FLOPs"),
 }

@@ -92,9 +92,13 @@ class ModelConfig:
     """Attention backend; auto takes the fastest one that supports the case and logs its choice."""
     remat: Literal["none", "save_dots", "save_attention", "full"] = "none"
     """What the backward pass recomputes: nothing, all but matrix products or attention outputs, or all."""
+    float8: bool = False
+    """Make the matrix products of the layers in float8, with scales of each tensor; the head stays as it is."""
+    unroll: int = 1
+    """Hidden layers in each turn of the loop over them; num_layers - 1 leaves no loop: faster, longer to compile."""
 
     def __post_init__(self):
-        sizes = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+        sizes = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "unroll")
         for name in (*sizes, "window", "max_sequence_length", "rope_original_length"):
             _require(getattr(self, name) > 0, f"model.{name}", f"must be positive, got {getattr(self, name)}")
         for name in ("norm_eps", "rope_base", "rope_factor", "rope_low_frequency_factor", "init_std"):
@@ -217,8 +221,10 @@ class TrainingConfig:
     """Global batch in sequences, all devices and accumulation steps together."""
     accumulation: int = 1
     """Micro-batches that one step is cut into."""
+    output_fraction: float = 1.0
+    """Share of a sequence's rows that get an output row, drawn anew in each step; fewer are cheaper and learn less."""
     seed: int = 0
-    """Seed of initialisation and data order."""
+    """Seed of initialisation, data order and drawn output rows."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser added to the loss (PaLM, arXiv 2204.02311 section 5)."""
     max_skipped_steps: int = 10
@@ -230,6 +236,11 @@ class TrainingConfig:
         for name in ("steps", "batch_size", "accumulation", "max_skipped_steps", "watchdog_seconds"):
             value = getattr(self, name)
             _require(value > 0, f"training.{name}", f"must be positive, got {value}")
+        _require(
+            0 < self.output_fraction <= 1,
+            "training.output_fraction",
+            f"must be above 0 and at most 1, got {self.output_fraction}",
+        )
         _require(self.seed >= 0, "training.seed", f"must not be negative, got {self.seed}")
         _require(self.z_loss >= 0, "training.z_loss", f"must not be negative, got {self.z_loss}")
         _require(

@@ -91,6 +91,7 @@ def _chunked_backward(z_loss, logits_dtype, axes, gradients, cotangents):
 _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
+@jax.named_scope("loss_head")
 def _scan_chunks(hidden, head, labels, weights, z_loss, logits_dtype, axes, *, with_gradients) -> Any:
     batch, rows, _ = hidden.shape
     head_dtype, head = head.dtype, head.astype(hidden.dtype)

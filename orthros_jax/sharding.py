@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from orthros_jax.config import Config, ConfigError, MeshConfig
+from orthros_jax.config import Config, ConfigError, MeshConfig, ModelConfig
 
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -24,6 +24,7 @@ _RULES = {
     "ffn": "tensor",
     "model": "fsdp",
     "head": None,
+    "fused": None,
     "heads_in": ("tensor", "fsdp"),
     "head_in": "fsdp",
     "ffn_in": ("tensor", "fsdp"),
@@ -39,9 +40,11 @@ _PARAMETER_AXES = {
     ("query_output", "kernel"): ("model", "heads", "head"),
     ("key", "kernel"): ("model", "heads", "head"),
     ("value", "kernel"): ("model", "heads", "head"),
+    ("query_key_value", "kernel"): ("model", "heads", "fused", "head"),
     ("output", "kernel"): ("heads_in", "head", "residual"),
     ("gate", "kernel"): ("model", "ffn"),
     ("up", "kernel"): ("model", "ffn"),
+    ("gate_up", "kernel"): ("model", "fused", "ffn"),
     ("down", "kernel"): ("ffn_in", "residual"),
     ("head", "kernel"): ("model", "vocab"),
     ("scale",): ("norm",),
@@ -86,7 +89,23 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
             f"{batch} is not a multiple of {shards} batch shards (mesh.data x mesh.fsdp) x "
             f"{config.training.accumulation} accumulation steps; the nearest that work: {nearest}",
         )
-    model, tensor, fsdp = config.model, mesh.shape["tensor"], mesh.shape["fsdp"]
+    context, length = mesh.shape["context"], config.data.sequence_length
+    if context > 1 and length % (2 * context):
+        raise ConfigError(
+            "mesh.context",
+            f"each of {context} parts of a sequence is computed in two halves, and 2 x {context} does not divide "
+            f"data.sequence_length {length}; choose another of the two",
+        )
+    check_model_divisible(config.model, mesh)
+
+
+def check_model_divisible(model: ModelConfig, mesh: Mesh) -> None:
+    """Refuses a model that the mesh does not cut into equal parts.
+
+    Raises:
+      ConfigError: names both numbers.
+    """
+    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
     for key, axis, size in (
         ("num_heads", "tensor", tensor),
         ("num_kv_heads", "tensor", tensor),
@@ -99,13 +118,6 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
                 f"mesh.{axis}",
                 f"{size} does not divide model.{key} {getattr(model, key)}; choose a divisor of it",
             )
-    context, length = mesh.shape["context"], config.data.sequence_length
-    if context > 1 and length % (2 * context):
-        raise ConfigError(
-            "mesh.context",
-            f"each of {context} parts of a sequence is computed in two halves, and 2 x {context} does not divide "
-            f"data.sequence_length {length}; choose another of the two",
-        )
     if model.ffn_dim % (fsdp * tensor):
         raise ConfigError(
             "mesh.fsdp",

@@ -7,7 +7,7 @@ it sees two stacks of rows and intervals of visible keys.
 
 | phase                  | T_in   | T_out    | output rows                             | function       |
 |------------------------|--------|----------|-----------------------------------------|----------------|
-| pretraining            | 0      | T        | all                                     | `pretraining`  |
+| pretraining            | 0      | T        | all, or a random part of them           | `pretraining`  |
 | supervised fine-tuning | prompt | response | those that predict a response token     | `fine_tuning`  |
 | prefill                | T - 1  | 1        | the last of each prompt                 | `prefill`      |
 | decode                 | -      | 1 a step | the new token's duplicate               | `decode`       |
@@ -96,6 +96,24 @@ def pretraining(tokens: jax.Array, segment_ids: jax.Array | None = None) -> tupl
     return layout, Targets(tokens[:, 1:], _continues(segment_ids).astype(jnp.float32))
 
 
+def sampled_pretraining(
+    tokens: jax.Array, segment_ids: jax.Array, scores: jax.Array, num_outputs: int
+) -> tuple[Layout, Targets]:
+    """Of the rows that predict the next token of their document, those with the lowest scores are duplicated.
+
+    With random scores the loss and its gradient are unbiased estimates of `pretraining`'s, for less work.
+
+    Args:
+      tokens: [B, T + 1] int32.
+      segment_ids: [B, T + 1] int32.
+      scores: [B, T] float32, below 1.
+      num_outputs: P, output rows of each sequence; the last ones are padding where fewer rows predict.
+    """
+    scores = jnp.where(_continues(segment_ids), scores, 1.0)
+    limit = jnp.sort(scores, axis=1)[:, num_outputs - 1 : num_outputs]
+    return _supervised(tokens, segment_ids, (scores <= limit) & (scores < 1), num_outputs)
+
+
 def fine_tuning(
     tokens: jax.Array, segment_ids: jax.Array, response: jax.Array, num_outputs: int
 ) -> tuple[Layout, Targets]:
@@ -117,6 +135,12 @@ def fine_tuning(
     needed = predicts.sum(axis=1)
     if not isinstance(needed, Tracer) and needed.size and int(needed.max()) > num_outputs:
         raise ValueError(f"an example has {int(needed.max())} response tokens, more than num_outputs {num_outputs}")
+    return _supervised(tokens, segment_ids, predicts, num_outputs)
+
+
+def _supervised(tokens, segment_ids, predicts, num_outputs: int) -> tuple[Layout, Targets]:
+    """Duplicates of the first P rows where `predicts` [B, T] holds, and padding after them."""
+    num_rows = tokens.shape[1] - 1
     index = jnp.sort(jnp.where(predicts, jnp.arange(num_rows), num_rows), axis=1)[:, :num_outputs]
     is_row = index < num_rows
     context = segment_ids[:, :-1]

@@ -6,20 +6,21 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from types import ModuleType
+from typing import Any
 
 import jax
 
 _logger = logging.getLogger("pallas_kernels")
-_target: ContextVar[jax.Device | None] = ContextVar("target", default=None)
+_target: ContextVar[Any] = ContextVar("target", default=None)
 
 
-def target_device() -> jax.Device:
+def target_device() -> Any:
     """The device that backends are chosen for: the one of `compiling_for`, else the default device."""
     return _target.get() or jax.devices()[0]
 
 
 @contextlib.contextmanager
-def compiling_for(device: jax.Device) -> Iterator[None]:
+def compiling_for(device: Any) -> Iterator[None]:
     """Inside, backends are chosen for `device`, which this machine need not have."""
     token = _target.set(device)
     try:
@@ -65,7 +66,7 @@ def log_once(message: str) -> None:
     _logger.info(message)
 
 
-def is_nvidia_gpu(device: jax.Device) -> bool:
+def is_nvidia_gpu(device: Any) -> bool:
     """By its name: what the runtime says of its platform is missing where a program is only compiled."""
     return device.device_kind.startswith("NVIDIA")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import candidates, kernels
+from benchmarks import candidates, kernels, profile, train_step
 from benchmarks.candidates import Candidate, training_candidates, training_program
 from benchmarks.kernels import Ceilings, Task, WrongResult
 from benchmarks.parity import OURS, PEERS, Reference, in_float32, violations
@@ -420,3 +420,44 @@ def test_large_shapes_need_a_gpu(capsys):
         kernels.main(["--shape", "tiny", "b8_t2048_h128"])
     assert end.value.code == 2
     assert "need an NVIDIA GPU" in capsys.readouterr().err
+
+
+PROGRAM = """HloModule jit_train_step
+
+%fused_add (param_0: f32[8]) -> f32[8] {
+  %param_0 = f32[8]{0} parameter(0)
+  ROOT %add.1 = f32[8]{0} add(%param_0, %param_0), metadata={op_name="jit(train_step)/optimizer/add"}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %cublas-gemm.1 = f32[8]{0} custom-call(%x), custom_call_target="__cublas$lt$matmul"
+  %cublas-gemm.2 = f32[8]{0} custom-call(%x), custom_call_target="__cublas$gemm", metadata={op_name="a/loss_head/dot"}
+  ROOT %loop_add_fusion.1 = f32[8]{0} fusion(%cublas-gemm.1), kind=kLoop, calls=%fused_add
+}
+"""
+
+
+def test_kernels_are_told_by_their_instruction_and_what_is_fused_in_it():
+    texts = profile.instruction_texts(PROGRAM)
+    assert profile.kind("nvjet_hsh_128x256", texts["cublas-gemm.1"]) == "matrix products"
+    assert profile.kind("nvjet_hsh_128x256", texts["cublas-gemm.2"]) == "loss head"
+    assert profile.kind("loop_add_fusion_1", texts["loop_add_fusion.1"]) == "optimizer"
+    assert profile.kind("nvjet_hsh_128x256", "") == "matrix products"
+    assert profile.kind("loop_add_fusion_1", "") == "other: loop_add_fusion"
+
+
+def test_time_covered_by_overlapping_intervals():
+    assert profile.covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5)]) == 4
+
+
+def test_train_step_on_a_processor(tmp_path, capsys, monkeypatch):
+    # Compiling takes far longer than running.
+    monkeypatch.setattr(train_step, "compiler_options", lambda mesh: {"xla_backend_optimization_level": 0})
+    train_step.main(["--steps", "2", "--warm_up", "1", "--results", str(tmp_path)])
+    (result,) = json.loads((tmp_path / "train_step_cpu.json").read_text()).values()
+    assert result["tokens_per_step"] == 4 * 64
+    assert result["documents_per_window"] > 1
+    assert len(result["losses"]) == result["steps"] == 2
+    assert "takes xla" in result["kernels"][0]
+    assert "tokens/s" in capsys.readouterr().out

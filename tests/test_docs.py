@@ -14,7 +14,7 @@ SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 OPTION = re.compile(r"--(?!section\.key\b)([a-z]+\.[a-z_0-9]+)")
-SETTING = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})\.(?!py\b|jsonl\b)[a-z_0-9]+)\b")
+SETTING = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})\.(?!py\b|jsonl\b|safetensors\b)[a-z_0-9]+)\b")
 CONFIG = re.compile(r"\bconfigs/[a-z_0-9]+\.yaml")
 SOURCE = re.compile(r"\b(?:orthros_jax|pallas_kernels|tests|benchmarks)/[a-z_0-9/]+\.py")
 

@@ -18,9 +18,10 @@ ALLOWED = {
     "orthros_jax.__main__": {
         *BOTTOM,
         "orthros_jax.compilation",
+        "orthros_jax.convert",
         "orthros_jax.data",
-        "orthros_jax.training",
         "orthros_jax.inference",
+        "orthros_jax.training",
     },
     "orthros_jax.training": {
         *MODEL,
@@ -28,8 +29,22 @@ ALLOWED = {
         "orthros_jax.data",
         "orthros_jax.inference",
     },
-    "orthros_jax.inference": {*MODEL, "orthros_jax.config_reader", "pallas_kernels"},
-    "orthros_jax.convert": {*MODEL, "orthros_jax.config_reader", "orthros_jax.inference"},
+    # Checkpoints know nothing of training.
+    "orthros_jax.training.checkpoint": {"orthros_jax.errors"},
+    "orthros_jax.convert": {
+        *MODEL,
+        "orthros_jax.config_reader",
+        "orthros_jax.data",
+        "orthros_jax.training.checkpoint",
+    },
+    "orthros_jax.inference": {
+        *MODEL,
+        "orthros_jax.config_reader",
+        "orthros_jax.convert",
+        "orthros_jax.data",
+        "orthros_jax.training.checkpoint",
+        "pallas_kernels",
+    },
     "orthros_jax.evaluation": {
         *MODEL,
         "orthros_jax.config_reader",

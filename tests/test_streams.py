@@ -152,3 +152,27 @@ def test_duplicate_copies_the_rows_of_out_index():
     np.testing.assert_array_equal(copies[0, :2], rows[0, [0, 3]])
     np.testing.assert_array_equal(copies[1], rows[1, [1, 2, 3]])
     assert streams.duplicate(rows, streams.Layout(tokens, tokens, None, None)) is rows
+
+
+def test_sampled_rows_are_those_with_the_lowest_scores_among_the_rows_that_predict():
+    tokens = jnp.arange(14).reshape(2, 7)
+    segment_ids = jnp.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 0, 0, 0, 0, 0]])
+    # Row 2 of the first sequence ends a document; in the second only row 0 predicts.
+    scores = jnp.array([[0.5, 0.2, 0.0, 0.9, 0.1, 0.3], [0.7, 0.0, 0.0, 0.0, 0.0, 0.0]], jnp.float32)
+    layout, targets = streams.sampled_pretraining(tokens, segment_ids, scores, 3)
+    np.testing.assert_array_equal(layout.out_index, [[1, 4, 5], [0, -1, -1]])
+    np.testing.assert_array_equal(targets.labels[0], [2, 5, 6])
+    np.testing.assert_array_equal(targets.weights, [[1, 1, 1], [1, 0, 0]])
+    assert targets.labels[1, 0] == 8
+
+
+def test_sampling_all_rows_is_pretraining():
+    random = np.random.default_rng(0)
+    tokens = jnp.asarray(random.integers(0, 50, (2, 9)))
+    segment_ids = jnp.array([[1, 1, 1, 2, 2, 2, 2, 2, 2], [1] * 9])
+    scores = jnp.asarray(random.random((2, 8)), jnp.float32)
+    _, every = streams.pretraining(tokens, segment_ids)
+    _, drawn = streams.sampled_pretraining(tokens, segment_ids, scores, 8)
+    for row in range(2):
+        expected = every.labels[row][every.weights[row] == 1]
+        np.testing.assert_array_equal(drawn.labels[row][drawn.weights[row] == 1], expected)

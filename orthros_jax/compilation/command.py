@@ -156,7 +156,7 @@ def _memory(compiled: jax.stages.Compiled) -> int:
     return arrays + m.generated_code_size_in_bytes
 
 
-def _does_not_fit(error: jax.errors.JaxRuntimeError, topology: Topology) -> Exception:
+def _does_not_fit(error: Exception, topology: Topology) -> Exception:
     """What the TPU compiler says of too large a program, in our words; any other failure as it is."""
     text = str(error)
     used = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", text)

@@ -55,15 +55,23 @@ def roofline(
     chip = topology.chip
     passes = 3 if config.model.remat in _WITHOUT_REPETITION else 4
     flops = step_flops(config) * passes / 3 / mesh.size
-    network = sum(c.sent_bytes / _bandwidth(c, topology, mesh) for c in collectives)
+    # A chip without a network of its own has all devices within one "host".
+    between_hosts = chip.network_bandwidth or chip.link_bandwidth
+    network = sum(
+        c.sent_bytes / (chip.link_bandwidth if _within_host(c, topology, mesh) else between_hosts) for c in collectives
+    )
     return Roofline(flops / topology.peak_flops, 2 * state_bytes / chip.hbm_bandwidth, network)
 
 
-def _bandwidth(collective: Collective, topology: Topology, mesh: Mesh) -> float:
-    """Bytes per second of the slowest network that the groups cross. Devices of the last axes are neighbours."""
-    chip, span = topology.chip, 1
+def _within_host(collective: Collective, topology: Topology, mesh: Mesh) -> bool:
+    """Whether each group lies in one host, or hosts make no difference. Devices of the last axes are neighbours."""
+    if topology.chip.network_bandwidth is None:
+        return True
+    span = 1
     for axis, extent in reversed(mesh.shape.items()):
+        if axis in collective.axes:
+            reach = span * extent
+            if reach > topology.devices_per_host:
+                return False
         span *= extent
-        if axis in collective.axes and span > topology.devices_per_host and chip.network_bandwidth is not None:
-            return chip.network_bandwidth
-    return chip.link_bandwidth
+    return True

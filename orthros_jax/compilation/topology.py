@@ -5,7 +5,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -78,7 +78,7 @@ class Topology(NamedTuple):
     """
 
     name: str
-    devices: list[jax.Device]
+    devices: list[Any]
     chip: Chip
     peak_flops: float
     devices_per_host: int
@@ -104,7 +104,7 @@ def open_topology(name: str) -> Topology:
     return Topology(name, devices, _CHIPS[kind], peak, per_host)
 
 
-def _open_tpus(name: str, shape: list[int]) -> list[jax.Device]:
+def _open_tpus(name: str, shape: list[int]) -> list[Any]:
     _require("libtpu", f"pip install 'libtpu=={_libtpu_version()}.*'", name)
     # libtpu asks the cloud what machine this is, and locks it against a second process, unless told not to.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -118,7 +118,7 @@ def _open_tpus(name: str, shape: list[int]) -> list[jax.Device]:
     return devices
 
 
-def _open_gpus(name: str, shape: list[int]) -> list[jax.Device]:
+def _open_gpus(name: str, shape: list[int]) -> list[Any]:
     _require("jax_cuda13_plugin", "pip install -r requirements-kernels.txt", name)
     hosts, gpus = shape if len(shape) == 2 else (1, shape[0])
     # The first number counts groups of hosts that share an interconnect.
@@ -132,7 +132,7 @@ def _require(package: str, install: str, name: str) -> None:
 
 def _libtpu_version() -> str:
     """The release that fits this JAX, as its extra `jax[tpu]` names it."""
-    return {(0, 10): "0.0.42", (0, 11): "0.0.48"}[jax.__version_info__[:2]]
+    return {"0.10": "0.0.42", "0.11": "0.0.48"}[jax.__version__.rpartition(".")[0]]
 
 
 def _first_line(error: Exception) -> str:

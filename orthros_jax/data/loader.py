@@ -151,7 +151,7 @@ class _Epochs:
         return self._start + index
 
 
-def _global_order(lengths: list[int], weights: list[float], seed: int | None) -> Sequence[int] | grain.MapDataset:
+def _global_order(lengths: list[int], weights: list[float], seed: int | None) -> Any:
     """The endless sequence of window numbers, counted through all data sets; in file order without a seed."""
     bounds = np.cumsum([0, *lengths]).tolist() if weights else [0, sum(lengths)]
     streams = [

@@ -4,6 +4,7 @@ Tokenizers here only encode text. BOS and EOS are added in one place, `orthros_j
 tokenizer's own post-processor, and a special token spelled out in a document is encoded as plain text.
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -25,6 +26,18 @@ BOS_NAMES = (TRAINED_BOS, "<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>"
 EOS_NAMES = (TRAINED_EOS, "</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]")
 BYTES = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
+# The token of a single byte where the vocabulary lacks the character.
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+def _byte_level_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for: itself if it prints, else the next one free."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(BYTES) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(BYTES + n): b for n, b in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_characters()
 
 
 class Tokenizer(Protocol):
@@ -56,6 +69,13 @@ class Tokenizer(Protocol):
         """Returns the text of the ids; special tokens give nothing, broken UTF-8 gives U+FFFD."""
         ...
 
+    def piece(self, token_id: int) -> bytes:
+        """Returns the UTF-8 bytes that a token adds behind other text, which may be part of a character only.
+
+        Special tokens and ids that the vocabulary does not have add nothing.
+        """
+        ...
+
 
 def clean_text(text: str) -> str:
     """Replaces each lone surrogate, which UTF-8 cannot hold, by U+FFFD."""
@@ -79,7 +99,33 @@ class ByteTokenizer:
         return [np.frombuffer(clean_text(text).encode(), np.uint8).astype(np.uint16) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < BYTES).decode("utf-8", errors="replace")
+        return b"".join(map(self.piece, ids)).decode("utf-8", errors="replace")
+
+    def piece(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < BYTES else b""
+
+
+def byte_tokenizer_file() -> bytes:
+    """The byte tokenizer as a tokenizer.json, for other programs: same ids, special tokens included."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = {TRAINED_BOS: ByteTokenizer.bos_id, TRAINED_EOS: ByteTokenizer.eos_id}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": token, **flags} for token, i in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "vocab": dict(sorted(_BYTE_LEVEL.items(), key=lambda item: item[1])) | special,
+            "merges": [],
+        },
+    }
+    return json.dumps(document, indent=1, ensure_ascii=False).encode()
 
 
 class FileTokenizer:
@@ -131,6 +177,34 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def piece(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None or token_id in self._special_ids:
+            return b""
+        if "ByteLevel" in self._decoders and all(character in _BYTE_LEVEL for character in token):
+            return bytes(_BYTE_LEVEL[character] for character in token)
+        if "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        # Decoders treat the first token of a text apart: they strip its leading space.
+        before, after = self._backend.decode(self._anchor), self._backend.decode([*self._anchor, token_id])
+        return after[len(before) :].encode()
+
+    @functools.cached_property
+    def _special_ids(self) -> set[int]:
+        return {i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
+
+    @functools.cached_property
+    def _decoders(self) -> set[str]:
+        """Types of the decoder and of those that it is a sequence of."""
+        decoder = json.loads(self.content).get("decoder") or {}
+        return {part["type"] for part in (decoder, *decoder.get("decoders", ()))} if decoder else set()
+
+    @functools.cached_property
+    def _anchor(self) -> list[int]:
+        """A token that is plain text by itself, if there is one."""
+        texts = ((i, self._backend.decode([i])) for i in sorted(self.vocabulary.values()))
+        return next(([i] for i, text in texts if text.isascii() and text.isalnum()), [])
+
 
 def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | None = None) -> Tokenizer:
     """Opens `byte` or a tokenizer.json file (or a folder that holds one).
@@ -148,6 +222,8 @@ def read_tokenizer(spec: str, bos_token: str | None = None, eos_token: str | Non
     if not path.is_file():
         raise UserError(f"{spec}: no such tokenizer; give `byte`, a tokenizer.json, or `train:SIZE` to train a new one")
     content = path.read_bytes()
+    if content == byte_tokenizer_file():
+        return ByteTokenizer()
     vocabulary = FileTokenizer(content, str(path), None, None).vocabulary
     config = path.with_name("tokenizer_config.json")
     declared = _declared_tokens(config) if config.is_file() else {}

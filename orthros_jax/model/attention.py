@@ -103,10 +103,13 @@ class Attention(nnx.Module):
 
     def _query(self, stream: str, rows: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
         project = self.query if hasattr(self, "query") else getattr(self, f"query_{stream}")
+        return self.specialise(stream, project(rows), rope)
+
+    def specialise(self, stream: str, q: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """What one stream makes of projected queries [B, P, N, H]: norm, scale and offset, rotation."""
         steps = [getattr(self, "query_norm", None), getattr(self, f"scale_offset_{stream}", None)]
         if self.config.scale_offset_position == "before_norm":
             steps.reverse()
-        q = project(rows)
         for step in steps:
             q = q if step is None else step(q)
         return apply_rope(q, rope)

@@ -95,7 +95,7 @@ class LanguageModel(nnx.Module):
         def body(rows: Streams, parameters):
             return nnx.merge(graph, parameters)(rows, layout, rope), None
 
-        return jax.lax.scan(self._remat(body), rows, stacked)[0]
+        return jax.lax.scan(self._remat(body), rows, stacked, unroll=self.config.unroll)[0]
 
     def _remat(self, function):
         if self.config.remat == "none":

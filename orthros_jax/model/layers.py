@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from orthros_jax.config import ModelConfig
+from orthros_jax.model.float8 import float8_matmul
 from orthros_jax.sharding import mesh_is_set, on_each_device, rows_spec
 
 
@@ -25,19 +26,25 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel.astype(config.param_dtype))
         self.num_in_axes = len(in_axes)
         self.dtype = jnp.dtype(config.compute_dtype)
+        self.float8 = config.float8
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _project(x.astype(self.dtype), self.kernel[...].astype(self.dtype), self.num_in_axes)
+        x, kernel = x.astype(self.dtype), self.kernel[...].astype(self.dtype)
+        if not self.float8:
+            return _project(x, kernel, self.num_in_axes)
+        rows, matrix = _as_matrices(x, kernel, self.num_in_axes)
+        return _from_matrix(float8_matmul(rows, matrix), x, kernel, self.num_in_axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _project(x: jax.Array, kernel: jax.Array, num_in_axes: int) -> jax.Array:
-    return jnp.tensordot(x, kernel, axes=num_in_axes)
+    return _project_forward(x, kernel, num_in_axes)[0]
 
 
 def _project_forward(x, kernel, num_in_axes):
     # Not _project itself: a policy that saves products does not look into a call with its own derivative.
-    return jnp.tensordot(x, kernel, axes=num_in_axes), (x, kernel)
+    rows, matrix = _as_matrices(x, kernel, num_in_axes)
+    return _from_matrix(rows @ matrix, x, kernel, num_in_axes), (x, kernel)
 
 
 def _project_backward(num_in_axes, residuals, gradient):
@@ -45,14 +52,31 @@ def _project_backward(num_in_axes, residuals, gradient):
     # transposing copy that the weight's gradient needs: twice the time of a feed-forward layer.
     x, gradient = jax.lax.optimization_barrier((residuals[0], gradient))
     kernel = residuals[1]
-    out_axes = tuple(range(num_in_axes, kernel.ndim))
-    gradient_axes = tuple(range(gradient.ndim - len(out_axes), gradient.ndim))
-    rows = tuple(range(x.ndim - num_in_axes))
-    d_x = jnp.tensordot(gradient, kernel, axes=(gradient_axes, out_axes))
-    return d_x, jnp.tensordot(x, gradient, axes=(rows, rows))
+    rows, matrix = _as_matrices(x, kernel, num_in_axes)
+    gradient = gradient.reshape(len(rows), -1)
+    return (gradient @ matrix.T).reshape(x.shape), (rows.T @ gradient).reshape(kernel.shape)
+
+
+def _as_matrices(x: jax.Array, kernel: jax.Array, num_in_axes: int) -> tuple[jax.Array, jax.Array]:
+    """x as [rows, in] and kernel as [in, out]: of more axes XLA would choose layouts that cost transposing copies."""
+    matrix = kernel.reshape(math.prod(kernel.shape[:num_in_axes]), -1)
+    return x.reshape(-1, matrix.shape[0]), matrix
+
+
+def _from_matrix(y: jax.Array, x: jax.Array, kernel: jax.Array, num_in_axes: int) -> jax.Array:
+    return y.reshape(*x.shape[: x.ndim - num_in_axes], *kernel.shape[num_in_axes:])
 
 
 _project.defvjp(_project_forward, _project_backward)
+
+
+def keeps_inputs(function):
+    """An element-wise function of arrays whose backward pass keeps its inputs alone and makes the rest again.
+
+    Left to itself, differentiation keeps several float32 intermediates of every row.
+    """
+    named = jax.named_scope(function.__name__)(function)
+    return jax.checkpoint(named, policy=jax.checkpoint_policies.nothing_saveable)
 
 
 class Embedding(nnx.Module):
@@ -94,9 +118,13 @@ class RMSNorm(nnx.Module):
         self.dtype = jnp.dtype(config.statistics_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(self.dtype)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.scale[...].astype(self.dtype)).astype(x.dtype)
+        @keeps_inputs
+        def normalise(x, scale):
+            y = x.astype(self.dtype)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+            return (y * scale.astype(self.dtype)).astype(x.dtype)
+
+        return normalise(x, self.scale[...])
 
 
 class ScaleOffset(nnx.Module):
@@ -109,9 +137,15 @@ class ScaleOffset(nnx.Module):
         self.beta = nnx.Param(jnp.zeros(shape, config.param_dtype))
 
     def __call__(self, q: jax.Array) -> jax.Array:
-        # In bfloat16 a gamma of 1 would not notice changes below 0.4 %.
-        specialised = q.astype(self.dtype) * self.gamma[...].astype(self.dtype) + self.beta[...].astype(self.dtype)
-        return specialised.astype(q.dtype)
+        @keeps_inputs
+        def specialise(q, gamma, beta):
+            # In bfloat16 a gamma of 1 would not notice changes below 0.4 %.
+            specialised = q.astype(self.dtype) * gamma.astype(self.dtype) + beta.astype(self.dtype)
+            return specialised.astype(q.dtype)
+
+        # As matrix and vectors: for the sums over [B, T, N, H] that gamma's gradient takes, XLA would transpose q.
+        gamma, beta = self.gamma[...].ravel(), self.beta[...].ravel()
+        return specialise(q.reshape(-1, gamma.size), gamma, beta).reshape(q.shape)
 
 
 class SwiGLU(nnx.Module):
@@ -123,7 +157,11 @@ class SwiGLU(nnx.Module):
         self.down = Linear((config.ffn_dim,), (config.model_dim,), config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        @keeps_inputs
+        def gated(gate, up):
+            return jax.nn.silu(gate) * up
+
+        return self.down(gated(self.gate(x), self.up(x)))
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
@@ -154,9 +192,11 @@ def rope_table(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, ja
     return jnp.cos(angle), jnp.sin(angle)
 
 
+@keeps_inputs
 def apply_rope(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates channel pairs (i, i + H / 2) of x [B, T, N, H]; the result is rounded to x's type once."""
-    cos, sin = (t[:, :, None, :] for t in table)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    cos, sin = (t[:, :, None, None, :] for t in table)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    # Reversing the axis of halves costs a kernel nothing, where cutting and joining them would take copies.
+    other = jax.lax.rev(halves, (halves.ndim - 2,)) * jnp.array([[-1.0], [1.0]], jnp.float32)
+    return (halves * cos + other * sin).reshape(x.shape).astype(x.dtype)

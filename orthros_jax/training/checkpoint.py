@@ -166,7 +166,7 @@ class Checkpoints:
                 self._manager.close()
                 self._manager = None
 
-    def restore(self, abstract_state: Any, *, partial: bool = False) -> Restored | None:
+    def restore(self, abstract_state: Any, *, partial: bool = False, step: int | None = None) -> Restored | None:
         """Restores the newest step that is complete and whose every array matches its checksum.
 
         Args:
@@ -174,29 +174,36 @@ class Checkpoints:
             of devices may differ from those at the save. A struct without sharding goes to the default
             device.
           partial: allow a target that lacks leaves of the checkpoint, for example the parameters alone.
+          step: restore this one and no other.
 
         Returns:
           None if there is no readable step. Each step skipped is reported with the reason.
 
         Raises:
           UserError: the newest readable step holds other leaves, shapes or types; the message names the
-          first.
+          first. The step asked for is not there or damaged.
         """
         self._has_looked = True
         target = _named_leaves(abstract_state)
-        for step in reversed(_steps(self.directory)):
-            folder = self.directory / str(step)
+        steps = _steps(self.directory)
+        if step is not None and step not in steps:
+            there = f"the steps are {', '.join(map(str, steps))}" if steps else "there are none"
+            raise UserError(f"{self.directory}: no checkpoint of step {step}; {there}")
+        for number in reversed(steps if step is None else [step]):
+            folder = self.directory / str(number)
             try:
                 record = _read_record(folder)
                 _require_fit(folder, record["leaves"], target, partial)
                 arrays = _read_arrays(folder, record["leaves"], target)
             except _DamagedStep as damage:
+                if step is not None:
+                    raise UserError(f"checkpoint {folder} cannot be read: {damage}; take another step") from damage
                 self._report(f"skipped checkpoint {folder}: {damage}")
                 continue
-            self._newest = step
+            self._newest = number
             leaves = [_like(arrays[name], leaf) for name, leaf in target.items()]
             state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
-            return Restored(step, state, record["metadata"])
+            return Restored(number, state, record["metadata"])
         return None
 
     def _require_space(self, arrays: dict[str, jax.Array]) -> None:

@@ -7,7 +7,10 @@ from orthros_jax.config import Config, ConfigError, to_dict
 from orthros_jax.data.dataset import TokenDataset
 
 # The arrays of a checkpoint have the shape that these give them, or stand for something else under other values.
-_MODEL_MAY_CHANGE = {"attention_impl", "remat", "compute_dtype", "statistics_dtype", "max_sequence_length", "init_std"}
+_MODEL_MAY_CHANGE = {
+    *("attention_impl", "remat", "unroll", "float8", "compute_dtype", "statistics_dtype"),
+    *("max_sequence_length", "init_std"),
+}
 # The data cursor counts windows in the order that these define.
 _DATA_KEPT = ("weights", "sequence_length", "shuffle")
 
@@ -24,19 +27,21 @@ def keep_from_first_start(config: Config, saved: dict | None) -> Config:
     would jump; so its length is settled at the first start and kept.
 
     Args:
-      saved: metadata of the newest checkpoint, with "config" and "data", or None for a new run.
+      saved: metadata of the newest checkpoint, with "config" and "data", or None for a new run. An imported model has
+        no data yet: this is its run's first start.
 
     Raises:
       ConfigError: a setting differs that must not; the message names both values.
     """
     optimizer = config.optimizer
-    if saved is None:
+    if saved is not None:
+        _check_unchanged(to_dict(config), saved["config"], config.run_dir, with_data=saved["data"] is not None)
+    if saved is None or saved["data"] is None:
         if optimizer.schedule_steps is None:
             # A run of a few steps, to try something out, stops within its warm-up.
             length = max(config.training.steps, optimizer.warmup_steps + optimizer.decay_steps)
             optimizer = dataclasses.replace(optimizer, schedule_steps=length)
         return dataclasses.replace(config, optimizer=optimizer)
-    _check_unchanged(to_dict(config), saved["config"], config.run_dir)
     if optimizer.schedule_steps is None:
         optimizer = dataclasses.replace(optimizer, schedule_steps=saved["config"]["optimizer"]["schedule_steps"])
     return dataclasses.replace(config, optimizer=optimizer)
@@ -46,9 +51,16 @@ def check_same_data(identity: list[list], saved: dict | None, run_dir: str) -> N
     """Compares `data_identity` of the training data with that of the first start.
 
     Raises:
-      ConfigError: it is other data.
+      ConfigError: it is other data, or has another tokenizer than the imported model.
     """
-    if saved is not None and identity != saved["data"]:
+    if saved is not None and saved["data"] is None:
+        if any(fingerprint != saved["origin"]["tokenizer"] for fingerprint, *_ in identity):
+            raise ConfigError(
+                "data.paths",
+                f"was prepared with another tokenizer than the model in {run_dir} has; prepare it with --tokenizer "
+                f"{run_dir}/tokenizer.json",
+            )
+    elif saved is not None and identity != saved["data"]:
         raise ConfigError(
             "data.paths",
             f"holds other data than the run in {run_dir} was started with; give it the same data sets in the same "
@@ -68,9 +80,10 @@ def changed_settings(config: Config, saved: dict) -> list[str]:
     ]
 
 
-def _check_unchanged(now: dict, saved: dict, run_dir: str) -> None:
+def _check_unchanged(now: dict, saved: dict, run_dir: str, with_data: bool) -> None:
     kept = [("model", name) for name in now["model"] if name not in _MODEL_MAY_CHANGE]
-    kept += [("data", name) for name in _DATA_KEPT] + [("training", "seed")]
+    if with_data:
+        kept += [("data", name) for name in _DATA_KEPT] + [("training", "seed")]
     for section, name in kept:
         before, after = saved[section].get(name), now[section][name]
         if before != after:

@@ -75,12 +75,14 @@ class Program(NamedTuple):
 
     Attributes:
       init: key -> TrainState.
+      start: params -> TrainState, the first state of a run with these parameters.
       train_step: (TrainState, Batch) -> (TrainState, StepMetrics).
       eval_step: (params, Batch) -> LossSums.
       graph: the model's structure; `nnx.merge(graph, params)` is the model.
     """
 
     init: Any
+    start: Any
     train_step: Any
     eval_step: Any
     graph: nnx.GraphDef
@@ -97,13 +99,19 @@ def make_program(config: Config, schedule_steps: int) -> Program:
     optimizer = make_optimizer(config.optimizer, schedule, nnx.to_pure_dict(abstract))
 
     def init(key: jax.Array) -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(build_model(config.model, nnx.Rngs(key)), nnx.Param))
+        return start(nnx.to_pure_dict(nnx.state(build_model(config.model, nnx.Rngs(key)), nnx.Param)))
+
+    def start(params) -> TrainState:
         step, samples, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(4))
         ema = jax.tree.map(jnp.copy, params) if config.optimizer.ema_decay else None
         return TrainState(step, samples, skipped, in_a_row, params, optimizer.init(params), ema)
 
     def losses(params, batch: Batch) -> tuple[LossSums, streams.Layout]:
-        layout, targets = streams.pretraining(batch["tokens"], batch["segment_ids"])
+        rows = batch["tokens"], batch["segment_ids"]
+        if "scores" in batch:
+            layout, targets = streams.sampled_pretraining(*rows, batch["scores"], output_rows(config))
+        else:
+            layout, targets = streams.pretraining(*rows)
         model = nnx.merge(graph, params)
         hidden = model(layout)
         sums = cross_entropy(
@@ -134,17 +142,21 @@ def make_program(config: Config, schedule_steps: int) -> Program:
         return jax.lax.scan(add, zeros, micro_batches)[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        if output_rows(config) < config.data.sequence_length:
+            key = jax.random.fold_in(jax.random.key(config.training.seed), state.samples)
+            batch = batch | {"scores": jax.random.uniform(key, batch["tokens"][:, 1:].shape)}
         gradients, (entropy, weight, context_pairs, output_pairs, documents) = sums_and_gradients(state.params, batch)
-        gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1), gradients)
-        grad_norm = optax.tree.norm(gradients)
-        is_finite = jnp.isfinite(entropy) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = None if state.ema is None else update_ema(state.ema, params, config.optimizer.ema_decay)
-        # Selected on the device: the host reads the metrics of a step only after it has dispatched the next one.
-        kept = (params, opt_state, ema, state.step + 1, jnp.zeros_like(state.skipped_in_a_row))
-        before = (state.params, state.opt_state, state.ema, state.step, state.skipped_in_a_row + 1)
-        params, opt_state, ema, step, in_a_row = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), kept, before)
+        with jax.named_scope("optimizer"):
+            gradients = jax.tree.map(lambda g: g / jnp.maximum(weight, 1), gradients)
+            grad_norm = optax.tree.norm(gradients)
+            is_finite = jnp.isfinite(entropy) & jnp.isfinite(grad_norm)
+            updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            ema = None if state.ema is None else update_ema(state.ema, params, config.optimizer.ema_decay)
+            # Selected on the device: the host reads the metrics of a step only after it has dispatched the next one.
+            kept = (params, opt_state, ema, state.step + 1, jnp.zeros_like(state.skipped_in_a_row))
+            before = (state.params, state.opt_state, state.ema, state.step, state.skipped_in_a_row + 1)
+            params, opt_state, ema, step, in_a_row = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), kept, before)
         skipped = state.skipped + jnp.where(is_finite, 0, 1)
         samples = state.samples + batch["tokens"].shape[0]
         metrics = StepMetrics(
@@ -165,7 +177,12 @@ def make_program(config: Config, schedule_steps: int) -> Program:
     def eval_step(params, batch: Batch) -> LossSums:
         return losses(params, batch)[0]
 
-    return Program(init, train_step, eval_step, graph)
+    return Program(init, start, train_step, eval_step, graph)
+
+
+def output_rows(config: Config) -> int:
+    """Output rows P of each training sequence."""
+    return max(1, round(config.training.output_fraction * config.data.sequence_length))
 
 
 def _split_batch(x: jax.Array, parts: int) -> jax.Array:

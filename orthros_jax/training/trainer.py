@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from orthros_jax.config import Config, ConfigError, to_dict
 from orthros_jax.config_reader import save_config
 from orthros_jax.data.dataset import TokenDataset, dataset_tokenizer, read_index
+from orthros_jax.data.kept_tokenizer import keep_tokenizer
 from orthros_jax.data.loader import (
     bytes_per_token,
     check_vocabulary,
@@ -27,11 +28,14 @@ from orthros_jax.data.loader import (
 from orthros_jax.data.prepare import prepare_if_missing
 from orthros_jax.data.storage import DISK_FULL, folder_lock
 from orthros_jax.errors import UserError
-from orthros_jax.inference.sample import sample_continuation
+from orthros_jax.inference.engine import Engine
+from orthros_jax.inference.generation import Request, encode_prompts, generate
+from orthros_jax.inference.sampling import Sampling
 from orthros_jax.model.flops import forward_flops
 from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, host_share
 from orthros_jax.training import report
 from orthros_jax.training.checkpoint import Checkpoints, read_metadata
+from orthros_jax.training.compiler import compiler_options, use_device_memory
 from orthros_jax.training.evaluation import evaluate
 from orthros_jax.training.interrupt import AgreedStop, StopSignal
 from orthros_jax.training.lowering import abstract_state, kernel_log_shown, lower_eval_step, lower_train_step
@@ -43,7 +47,7 @@ from orthros_jax.training.resume import (
     data_identity,
     keep_from_first_start,
 )
-from orthros_jax.training.step import Batch, Program, StepMetrics, TrainState, make_program
+from orthros_jax.training.step import Batch, Program, StepMetrics, TrainState, make_program, output_rows
 from orthros_jax.training.watchdog import Watchdog
 
 
@@ -70,6 +74,7 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
     newest = read_metadata(checkpoint_dir)
     saved = newest[1] if newest else None
     config = keep_from_first_start(config, saved)
+    use_device_memory()
     mesh = build_mesh(config.mesh)
     check_divisible(config, mesh)
     prepare_if_missing(config.data, jax.process_index())
@@ -91,11 +96,13 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
         keep = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every}
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(checkpoint_dir, **keep)))
         program = make_program(config, config.optimizer.schedule_steps or config.training.steps)
-        state, flops = _restore_or_init(program, config, mesh, checkpoints)
+        is_imported = saved is not None and saved["data"] is None
+        state, flops = _restore_or_init(program, config, mesh, checkpoints, is_imported)
         start = int(state.step)
         writer = stack.enter_context(contextlib.closing(MetricsWriter(config.metrics, config.run_dir, start)))
         if jax.process_index() == 0:
             save_config(config, Path(config.run_dir) / "config.yaml")
+            keep_tokenizer(Path(config.run_dir), config.data.paths[0])
         progress = Progress(config.training.steps, start, enabled=config.metrics.progress)
         progress = stack.enter_context(contextlib.closing(progress))
         progress.message(
@@ -109,11 +116,10 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
                 start_step=start,
             )
         )
-        for line in changed_settings(config, saved["config"]) if saved else ():
+        for line in changed_settings(config, saved["config"]) if saved and not is_imported else ():
             progress.message(f"Changed  {line}")
-        run = _Run(
-            config, program, mesh, state, flops, checkpoints, writer, progress, watchdog, stop, heldout, identity
-        )
+        kept = {"data": identity, "origin": saved and saved.get("origin")}
+        run = _Run(config, program, mesh, state, flops, checkpoints, writer, progress, watchdog, stop, heldout, kept)
         try:
             complete = run.to_the_end()
         except Diverged as error:
@@ -167,11 +173,18 @@ def _disk_full_explained(run_dir: str) -> Iterator[None]:
 
 
 def _restore_or_init(
-    program: Program, config: Config, mesh: Mesh, checkpoints: Checkpoints
+    program: Program, config: Config, mesh: Mesh, checkpoints: Checkpoints, is_imported: bool
 ) -> tuple[TrainState, float]:
-    """The newest readable state or a fresh one, on the mesh, and the operations spent on it so far."""
+    """The newest readable state or a fresh one, on the mesh, and the operations spent on it so far.
+
+    An imported model has parameters alone, with which a fresh state starts.
+    """
     target = abstract_state(program, mesh)
-    restored = checkpoints.restore(target)
+    restored = checkpoints.restore({"params": target.params} if is_imported else target, partial=is_imported)
+    if restored is not None and is_imported:
+        shardings = jax.tree.map(lambda x: x.sharding, target)
+        start = jax.jit(program.start, out_shardings=shardings, donate_argnums=0)
+        return start(restored.state["params"]), 0.0
     if restored is not None:
         return restored.state, restored.metadata["flops"]
     if damaged := checkpoints.damaged_steps():
@@ -216,7 +229,7 @@ class _Run:
         watchdog: Watchdog,
         stop: AgreedStop,
         heldout: list[TokenDataset],
-        identity: list[list],
+        kept: dict,
     ):
         self.config, self.program, self.mesh, self.state = config, program, mesh, state
         self.checkpoints, self.writer, self.progress = checkpoints, writer, progress
@@ -224,7 +237,7 @@ class _Run:
         self._part, self._parts = host_share(mesh, mesh.size)
         self.step = int(state.step)
         self.flops = flops
-        self._identity = identity
+        self._kept = kept
         self.eval_loss: float | None = None
         self._forward_flops = forward_flops(config.model)
         peak = config.metrics.peak_tflops
@@ -265,7 +278,7 @@ class _Run:
     def _make_steps(self) -> None:
         config = self.config
         self.watchdog.at("compiling")
-        train_step = lower_train_step(self.program, config, self.mesh, self.state).compile()
+        train_step = lower_train_step(self.program, config, self.mesh, self.state).compile(compiler_options(self.mesh))
         batches = training_batches(
             config.data,
             batch_size=config.training.batch_size,
@@ -313,7 +326,8 @@ class _Run:
         now = time.perf_counter()
         batch = self.config.training.batch_size
         rows = batch * self.config.data.sequence_length
-        flops = 3 * self._forward_flops.total(rows, rows, metrics.context_pairs, metrics.output_pairs)
+        outputs = batch * output_rows(self.config)
+        flops = 3 * self._forward_flops.total(rows, outputs, metrics.context_pairs, metrics.output_pairs)
         self.flops += flops
         interval = self._interval
         interval.steps += 1
@@ -377,7 +391,8 @@ class _Run:
         batch_size = config.training.batch_size // config.training.accumulation
         if self._eval_step is None:
             self.watchdog.at("compiling")
-            self._eval_step = lower_eval_step(self.program, config, self.mesh, params, batch_size).compile()
+            lowered = lower_eval_step(self.program, config, self.mesh, params, batch_size)
+            self._eval_step = lowered.compile(compiler_options(self.mesh))
         batches = evaluation_batches(
             config.data, batch_size=batch_size, process_index=self._part, process_count=self._parts
         )
@@ -408,29 +423,31 @@ class _Run:
 
     def _save(self, wait: bool = False) -> None:
         self.watchdog.at(f"saving step {self.step}")
-        metadata = {"config": to_dict(self.config), "data": self._identity, "flops": self.flops}
+        metadata = {"config": to_dict(self.config), "flops": self.flops, **self._kept}
         self.checkpoints.save(self.step, self.state, metadata, wait=wait)
 
     def show_sample(self) -> None:
-        """Prints how the model continues `evaluation.sample_prompt`."""
+        """Prints how the model continues `evaluation.sample_prompt`; a run on several hosts shows none."""
         settings = self.config.evaluation
-        # Several processes would each hold a part of the sample.
         if not settings.sample_prompt or jax.process_count() > 1:
             return
         self.watchdog.at("sampling")
         tokenizer = dataset_tokenizer(self.config.data.paths[0])
-        (prompt,) = tokenizer.encode_batch([settings.sample_prompt])
-        if read_index(self.config.data.paths[0])["bos"]:
-            prompt = np.asarray([tokenizer.bos_id, *prompt])
-        params = self.state.params if self.state.ema is None else self.state.ema
-        copies = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        bos = read_index(self.config.data.paths[0])["bos"]
+        (prompt,) = encode_prompts(tokenizer, bos, [settings.sample_prompt])
         tokens = min(settings.sample_tokens, self.config.model.max_sequence_length - len(prompt))
         if tokens <= 0:
             return
-        ids = sample_continuation(self.program.graph, params, prompt, tokens, copies=copies)
-        if tokenizer.eos_id in ids:
-            ids = ids[: list(ids).index(tokenizer.eos_id)]
-        self.progress.message(f"Sample:\n{settings.sample_prompt}{tokenizer.decode(ids.tolist())}\n")
+        engine = Engine(
+            self.config.model,
+            self.state.params if self.state.ema is None else self.state.ema,
+            capacity=len(prompt) + tokens,
+            batch_size=self.mesh.shape["data"] * self.mesh.shape["fsdp"],
+            mesh=self.mesh,
+        )
+        stop_ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+        (sample,), _ = generate(engine, tokenizer, [Request(prompt, tokens, Sampling())], stop_ids=stop_ids)
+        self.progress.message(f"Sample:\n{settings.sample_prompt}{sample.text}\n")
 
     # Devices
 

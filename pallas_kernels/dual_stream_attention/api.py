@@ -108,6 +108,40 @@ def cross_attention(
     return _attend("cross_attention", (stream,), k, v, segment_ids, scale, impl, deterministic)[0]
 
 
+def cache_attention(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> jax.Array:
+    """Rows of a chunk over a cache: q [B, P, N, H] to [B, P, N, H]; a row sees the slots up to its own.
+
+    It is `cross_attention` for the layout of the decode operations' cache. Not differentiable.
+
+    Args:
+        q: queries, float32, bfloat16 or float16.
+        k_cache: [B, K, S, H] keys, of the queries' type.
+        v_cache: [B, K, S, H] values.
+        positions: int [B, P], the slot of each row; -1 marks a padding row.
+        scale, impl: as in `dual_stream_attention`.
+
+    Raises:
+        ValueError: shapes, types or scale do not fit together.
+        NotImplementedError: a backend named by `impl` does not support the call.
+    """
+    stream = Stream(q, None, positions)
+    k, v = (x.swapaxes(1, 2) for x in (k_cache, v_cache))
+    _check_stream(stream, k, v)
+    scale = float(k.shape[-1] ** -0.5 if scale is None else scale)
+    backend = choose_backend("cache_attention", impl, _BACKENDS, lambda b: b.unsupported((stream,), k, None, True))
+    if backend is hopper:
+        return hopper.cache_attention(stream, k_cache, v_cache, scale)
+    return backend.attention((stream,), k, v, None, scale)[0]
+
+
 def _attend(op, streams, k, v, segment_ids, scale, impl, deterministic):
     for stream in streams:
         _check_stream(stream, k, v)

@@ -50,7 +50,7 @@ class StreamResiduals(NamedTuple):
 
 
 def query_gradient(
-    stream: StreamResiduals, k: jax.Array, v: jax.Array, *, scale: float, block: int = 128, stages: int = 2
+    stream: StreamResiduals, k: jax.Array, v: jax.Array, *, scale: float, block: int, stages: int
 ) -> tuple[jax.Array, jax.Array]:
     """Gradient [B, P, N, H] of one stream's queries, and delta [B, N, P]: row sums of output times its gradient."""
     num_rows, num_heads, head_size = stream.q.shape[1:]
@@ -179,7 +179,7 @@ def key_gradients(
     v: jax.Array,
     *,
     scale: float,
-    stages: int = 2,
+    stages: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients [B, T, K, H] of keys and values, summed over all streams and heads of a group."""
     batch, num_keys, num_kv_heads, head_size = k.shape
@@ -197,7 +197,7 @@ def key_gradients(
         thread_name="warpgroup",
         scratch_types=(
             (tile_of((_WARPGROUPS, ROWS, head_size)),) * 2,
-            plgpu.Barrier(num_arrivals=2, num_barriers=_WARPGROUPS),
+            plgpu.Barrier(num_arrivals=2 * _WARPGROUPS),
             ((tile_of((stages, ROWS, head_size)), plgpu.SMEM((stages, ROWS), jnp.float32)),) * 2,
             (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2,
             (plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),) * 2,
@@ -240,9 +240,9 @@ def _key_kernel(
         first_key = (tile * _WARPGROUPS + warpgroup) * ROWS
         keys = pl.ds(first_key, ROWS)
         k_tile, v_tile = (x.at[warpgroup] for x in kv_smem)
-        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, kv_ready.at[warpgroup])
-        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, kv_ready.at[warpgroup])
-        plgpu.barrier_wait(kv_ready.at[warpgroup])
+        plgpu.copy_gmem_to_smem(k_ref.at[batch, keys, kv_head], k_tile, kv_ready)
+        plgpu.copy_gmem_to_smem(v_ref.at[batch, keys, kv_head], v_tile, kv_ready)
+        plgpu.barrier_wait(kv_ready)
 
         def row_tile(stream, range_batch, head, index, number, carry):
             del head
@@ -273,12 +273,13 @@ def _key_kernel(
                     s = lax.cond(is_whole, lambda s: s, mask, s)
                     weights = jnp.exp2(s * (scale * LOG2_E) - across(lse, s.shape))
                     plgpu.wgmma(dv_ref, weights.astype(k_tile.dtype), d_out_tile)
-                    delta = load(delta_smem.at[slot], COLUMN)
-                    # The copies that refill the stage must come after these reads of it.
-                    plgpu.commit_smem()
                     d_weights = plgpu.wgmma_accumulator_load(d_weights_ref, wait_n=1)
-                    d_scores = weights * (d_weights - across(delta, s.shape))
-                    plgpu.wgmma(dk_ref, d_scores.astype(k_tile.dtype), q_tile)
+                    # So late because registers are short: a value for each row, beside four tiles.
+                    delta = load(delta_smem.at[slot], COLUMN)
+                    d_scores = (weights * (d_weights - across(delta, s.shape))).astype(k_tile.dtype)
+                    # The copies that refill the stage must come after the reads of its row statistics.
+                    plgpu.commit_smem()
+                    plgpu.wgmma(dk_ref, d_scores, q_tile)
 
                 pl.run_scoped(transposed, *[Accumulator((ROWS, ROWS), jnp.float32)] * 2)
 

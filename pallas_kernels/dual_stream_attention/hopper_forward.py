@@ -37,21 +37,36 @@ _WARPGROUPS = 2
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, tiles: RowTiles, *, scale: float, block: int = 128, stages: int = 2
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    tiles: RowTiles,
+    *,
+    scale: float,
+    block: int,
+    stages: int,
+    is_cache: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Output [B, P, N, H] and log-sum-exp to base 2 [B, N, P] of one stream.
 
-    P and T are multiples of 128; q [B, P, N, H], k and v [B, T, K, H] are bfloat16 or float16.
+    P and T are multiples of 128; q [B, P, N, H], k and v [B, T, K, H], or [B, K, T, H] where `is_cache`, are bfloat16
+    or float16.
     """
     batch, num_rows, num_heads, head_size = q.shape
-    num_kv_heads = k.shape[2]
+    num_kv_heads = k.shape[1 if is_cache else 2]
     num_tiles = num_rows // (_WARPGROUPS * ROWS)
 
     def tile_of(shape, dtype=q.dtype):
         return plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
 
     kernel = functools.partial(
-        _kernel, group=num_heads // num_kv_heads, scale=scale, block=block, stages=stages, num_tiles=num_tiles
+        _kernel,
+        group=num_heads // num_kv_heads,
+        scale=scale,
+        block=block,
+        stages=stages,
+        num_tiles=num_tiles,
+        is_cache=is_cache,
     )
     return plgpu.kernel(
         kernel,
@@ -76,7 +91,7 @@ def forward(
 def _kernel(
     q_ref, k_ref, v_ref, start_ref, end_ref, whole_ref, keys_ref, o_ref, lse_ref,
     row_smem, kv_smem, lse_smem, q_ready, kv_ready, kv_free, turn,
-    *, group, scale, block, stages, num_tiles,
+    *, group, scale, block, stages, num_tiles, is_cache,
 ):  # fmt: skip
     warpgroup, batch, head, pair = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "pair"))
     range_batch = batch if start_ref.shape[0] > 1 else 0
@@ -175,7 +190,8 @@ def _kernel(
 
             @pl.loop(0, num_blocks)
             def _key_block(step):
-                keys = (batch, pl.ds((first_block + step) * block, block), kv_head)
+                keys = pl.ds((first_block + step) * block, block)
+                keys = (batch, kv_head, keys) if is_cache else (batch, keys, kv_head)
                 sources = ((k_ref.at[keys],), (v_ref.at[keys],))
                 buffers = ((k_smem,), (v_smem,))
                 fill_stage(number + step, stages, zip(sources, buffers, kv_ready, kv_free, strict=True))

@@ -99,6 +99,41 @@ def decode_attention(
     return out[:, 0]
 
 
+def sharded_decode_attention(
+    q: jax.Array,
+    first: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    axis: str,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    scale: float | None = None,
+) -> jax.Array:
+    """Rows [B, R, N, H] over a cache whose tokens are shared out over the devices of mesh axis `axis`.
+
+    Call it inside `jax.shard_map`. Each device attends to its own slots and one merge of the softmax sums follows:
+    the result is the same on every device of the axis. Runs in XLA operations on every platform.
+
+    Args:
+        q: the same on every device of the axis.
+        first: int32 [B, R], the first of the device's slots that a row sees.
+        k_cache, v_cache: [B, K, S, H], the device's slots; see `paired_decode_attention` for types and scales.
+        lengths: int32 [B], filled slots of the device; a row sees the slots [first, length), if any.
+
+    Raises:
+        ValueError: shapes or types do not fit together.
+    """
+    _check(q, (None,) * q.shape[1], k_cache, v_cache, lengths, k_scale, v_scale)
+    if first.shape != q.shape[:2] or first.dtype != jnp.int32:
+        raise ValueError(f"first must be an int32 array of shape {q.shape[:2]}, got {first.dtype} {first.shape}")
+    if k_scale is None or v_scale is None:
+        k_scale = v_scale = jnp.ones(k_cache.shape[:2], jnp.float32)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return xla.attention_over_devices(q, first, k_cache, v_cache, lengths, k_scale, v_scale, scale, axis)
+
+
 def _attend(op, q, windows, k_cache, v_cache, lengths, k_scale, v_scale, scale, impl):
     """Rows q [B, R, N, H], of which row r sees windows[r] keys, to [B, R, N, H]."""
     _check(q, windows, k_cache, v_cache, lengths, k_scale, v_scale)

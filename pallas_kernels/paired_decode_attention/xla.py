@@ -28,11 +28,39 @@ def attention(
     scale: float,
 ) -> jax.Array:
     """Output [B, R, N, H] of rows q [B, R, N, H]; row r sees the last windows[r] of the keys [0, lengths)."""
+    first = jnp.maximum(lengths[:, None] - jnp.asarray(windows, jnp.int32), 0)
+    _, row_sum, acc = _sums(q, first, k_cache, v_cache, lengths, k_scale, scale)
+    return _output(row_sum, acc, v_scale, q)
+
+
+def attention_over_devices(
+    q: jax.Array,
+    first: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    lengths: jax.Array,
+    k_scale: jax.Array,
+    v_scale: jax.Array,
+    scale: float,
+    axis: str,
+) -> jax.Array:
+    """Output of rows that see keys of every device along a mesh axis, the same on each: one merge of the softmax sums.
+
+    `first` [B, R] and `lengths` [B] bound the keys of the device's own cache, first <= key < length, that a row sees.
+    """
+    row_max, row_sum, acc = _sums(q, first, k_cache, v_cache, lengths, k_scale, scale)
+    all_max = lax.pmax(row_max, axis)
+    weight = jnp.exp(row_max - jnp.where(all_max == -jnp.inf, 0.0, all_max))
+    row_sum, acc = lax.psum((row_sum * weight, acc * weight[..., None]), axis)
+    return _output(row_sum, acc, v_scale, q)
+
+
+def _sums(q, first, k_cache, v_cache, lengths, k_scale, scale):
+    """Row maximum and sum of weights [B, K, R, G], weighted sum of stored values [B, K, R, G, H]."""
     batch, num_rows, _, head_size = q.shape
     num_kv_heads, capacity = k_cache.shape[1:3]
     block = min(_BLOCK, capacity)
     rows = q.reshape(batch, num_rows, num_kv_heads, -1, head_size).swapaxes(1, 2)
-    first = jnp.maximum(lengths[:, None] - jnp.asarray(windows, jnp.int32), 0)
     score_scale = (scale * k_scale)[:, :, None, None, None]
 
     def step(j, carry):
@@ -66,7 +94,10 @@ def attention(
         jnp.zeros_like(zero, shape=rows.shape),
     )
     last_block = (jnp.minimum(lengths.max(), capacity) + block - 1) // block
-    _, row_sum, acc = lax.fori_loop(first.min() // block, last_block, step, init)
+    return lax.fori_loop(first.min() // block, last_block, step, init)
+
+
+def _output(row_sum, acc, v_scale, q):
     out = acc * v_scale[:, :, None, None, None] / jnp.where(row_sum == 0.0, 1.0, row_sum)[..., None]
     return out.swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
 

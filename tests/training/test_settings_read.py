@@ -25,7 +25,7 @@ COMPILED = [
     name
     for name in settings.PERTURBED
     if name.startswith(("model.", "optimizer.")) and name not in ("model.max_sequence_length", "model.attention_impl")
-] + ["training.accumulation", "training.z_loss"]
+] + ["training.accumulation", "training.z_loss", "training.output_fraction"]
 # Each changes the first batch.
 READ = ["data.sequence_length", "data.shuffle", "training.batch_size", "training.seed"]
 # Each changes what a short run leaves or prints.
