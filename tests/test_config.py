@@ -728,7 +728,8 @@ def test_command_table(capsys):
     assert capsys.readouterr().err == ("python -m orthros_jax: error: no command 'prepar'; did you mean prepare?\n")
     assert orthros_main(["zzz"]) == 2
     assert capsys.readouterr().err == (
-        "python -m orthros_jax: error: no command 'zzz'; the commands are prepare, import, export, generate, compile, plot\n"
+        "python -m orthros_jax: error: no command 'zzz'; the commands are prepare, import, export, generate, compile, "
+        "plot\n"
     )
 
 
