@@ -50,8 +50,8 @@ SHAPES = {
     "B1 T16384 N32 K8 H128": (1, 16384, 32, 8, 128),
 }
 
-MAX_SPILL_BYTES = 120
-"""Register spills of any one kernel. Only the gradients of keys and values spill, at H 128: by 68 to 104 bytes."""
+MAX_SPILL_BYTES = 160
+"""Register spills of any one kernel. Only the gradients of keys and values spill, at H 128."""
 
 
 def _compile_step(batch, num_keys, num_heads, num_kv_heads, head_size, *, packed) -> Any:
