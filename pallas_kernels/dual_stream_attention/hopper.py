@@ -20,8 +20,6 @@ from pallas_kernels.dual_stream_attention.mask import KeyRange, Stream, key_rang
 _WIDEST_SWEEP = 129
 """Largest window whose keys fit the ring of the sweep kernels."""
 
-_SWEEP_ROWS = 1024
-
 _JAX = (0, 11)
 """Mosaic GPU's interface changes with each minor version."""
 
@@ -47,13 +45,9 @@ def attention(
     streams: tuple[Stream, ...], k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, scale: float
 ) -> tuple[jax.Array, ...]:
     """Output [B, P, N, H] of each stream over k, v [B, T, K, H]."""
+    tiles = tuple(_tiles(stream, k.shape[1], segment_ids) for stream in streams)
     sweeps = tuple(_sweep_window(stream) for stream in streams)
-    # A sweep is fast where it goes along many tiles, whose number must divide that of all tiles.
-    is_long_sweep = sweeps != (None,) and len(sweeps) == 1 and k.shape[1] >= 4 * _SWEEP_ROWS
-    multiple = _SWEEP_ROWS if is_long_sweep else BLOCK_ROWS
-    pad = partial(_pad, multiple=multiple)
-    tiles = tuple(_tiles(stream, k.shape[1], segment_ids, multiple) for stream in streams)
-    outputs: Any = _attention(tuple(pad(s.q) for s in streams), pad(k), pad(v), tiles, scale, sweeps)
+    outputs: Any = _attention(tuple(_pad(s.q) for s in streams), _pad(k), _pad(v), tiles, scale, sweeps)
     return tuple(out[:, : s.q.shape[1]] for out, s in zip(outputs, streams, strict=True))
 
 
@@ -118,15 +112,15 @@ def _sweep_window(stream: Stream) -> int | None:
     return stream.window if is_narrow and stream.out_index is None else None
 
 
-def _tiles(stream: Stream, num_keys: int, segment_ids: jax.Array | None, multiple: int = BLOCK_ROWS) -> RowTiles:
+def _tiles(stream: Stream, num_keys: int, segment_ids: jax.Array | None) -> RowTiles:
     """Tiles of a stream's padded rows; where no argument tells of rows or segments, constants of the program."""
     constant = segment_ids is None and stream.out_index is None
     with jax.ensure_compile_time_eval() if constant else contextlib.nullcontext():
         ranges = key_ranges(num_keys, window=stream.window, segment_ids=segment_ids, out_index=stream.out_index)
-        ranges = KeyRange(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple))) for x in ranges))
-        return row_tiles(ranges, num_keys + -num_keys % multiple)
+        ranges = KeyRange(*(jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK_ROWS))) for x in ranges))
+        return row_tiles(ranges, num_keys + -num_keys % BLOCK_ROWS)
 
 
-def _pad(x: jax.Array, multiple: int = BLOCK_ROWS) -> jax.Array:
-    """Zero rows up to a multiple of so many; nobody sees such keys, and such rows see nothing."""
-    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), (0, 0), (0, 0)))
+def _pad(x: jax.Array) -> jax.Array:
+    """Zero rows up to a multiple of a block's; nobody sees such keys, and such rows see nothing."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK_ROWS), (0, 0), (0, 0)))
