@@ -43,7 +43,7 @@ _WARM_UP = 2
 _TINY = """
 model: {vocab_size: 300, num_layers: 3, model_dim: 32, num_heads: 2, num_kv_heads: 2, head_dim: 16, ffn_dim: 48}
 data: {sequence_length: 64}
-training: {batch_size: 4}
+training: {batch_size: 8}
 """
 
 

@@ -456,7 +456,7 @@ def test_train_step_on_a_processor(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train_step, "compiler_options", lambda mesh: {"xla_backend_optimization_level": 0})
     train_step.main(["--steps", "2", "--warm_up", "1", "--results", str(tmp_path)])
     (result,) = json.loads((tmp_path / "train_step_cpu.json").read_text()).values()
-    assert result["tokens_per_step"] == 4 * 64
+    assert result["tokens_per_step"] == 8 * 64
     assert result["documents_per_window"] > 1
     assert len(result["losses"]) == result["steps"] == 2
     assert "takes xla" in result["kernels"][0]
