@@ -55,6 +55,6 @@ def test_each_policy_recomputes_what_it_does_not_keep():
     half_attention = 3 * 2 * 8 * 64 * T * T
     projections = 10 * 2 * T * 16 * 8 * 64
     assert dots - none == pytest.approx(half_attention, rel=0.25)
-    # Less than all ten: `save_dots` makes element-wise work again twice, once for itself and once for what keeps inputs.
+    # Less than all ten: `save_dots` makes element-wise work again twice, for itself and for what keeps its inputs.
     assert 0.5 * projections < attention - dots < 1.1 * projections
     assert full - attention == pytest.approx(half_attention, rel=0.25)
