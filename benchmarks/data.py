@@ -11,12 +11,10 @@ rate per second of processor time are recorded too.
 
 import argparse
 import ast
-import json
 import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +25,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.record import RESULTS, commit, write
+
 VOCABULARY = 32_000
 BATCH, LENGTH = 64, 2048
 TARGETS = {"prose": 1.5e6, "source code": 1.5e6, "read": 30e6}
@@ -78,7 +77,7 @@ def measure(folder: Path, cores: int, repeats: int) -> dict[str, list[Rate]]:
     data = DataConfig(paths=[str(folder / "set")], sequence_length=LENGTH)
     batches = training_batches(data, batch_size=BATCH, seed=0)
 
-    def write() -> int:
+    def write_shards() -> int:
         tokenizer, counts = FileTokenizer(content, "bpe", 0, 1), []
         write_part(0, [InputFile(str(parquet), 0, "")], settings, tokenizer, folder, counts.append)
         return sum(counts)
@@ -87,7 +86,9 @@ def measure(folder: Path, cores: int, repeats: int) -> dict[str, list[Rate]]:
         return sum(next(batches)["tokens"].size for _ in range(200))
 
     read()
-    rates = {name: [rate(run) for _ in range(repeats)] for name, run in {"one part": write, "read": read}.items()}
+    rates = {
+        name: [rate(run) for _ in range(repeats)] for name, run in {"one part": write_shards, "read": read}.items()
+    }
     batches.close()
     with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
         for name, texts in {"prose": english, "source code": code}.items():
@@ -149,9 +150,7 @@ def report(rates: dict[str, list[Rate]], cores: int) -> None:
             f"{found['highest'] / 1e6:.2f}; {found['per_processor_second'] / 1e6:.2f} per processor second"
             f"{target}"
         )
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"data_{''.join(c if c.isalnum() else '_' for c in result['device']).strip('_')}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = write("data", result, RESULTS)
     print(f"written to {path}", file=sys.stderr)
 
 
@@ -162,17 +161,6 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=RESULTS.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ than `--longest-full` tokens is that of one hidden layer, measured, times their 
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -30,8 +29,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.data import RESULTS
-from benchmarks.kernels import facts
+from benchmarks.candidates import PEERS
+from benchmarks.record import RESULTS, facts, write
 from orthros_jax.config import ModelConfig
 from orthros_jax.inference.cache import Cache
 from orthros_jax.inference.engine import Engine
@@ -254,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     config = SHAPES[arguments.shape]
     config = dataclasses.replace(config, num_layers=arguments.layers or config.num_layers)
     configs = {kind: dataclasses.replace(config, kind=kind) for kind in KIND_NAMES}
-    result = facts(argv) | {
+    result = facts("inference", argv, PEERS) | {
         "command": " ".join(["python -m benchmarks.inference", *argv]),
         "batch": arguments.batch,
         "chunk": arguments.chunk,
@@ -306,7 +305,7 @@ def main(argv: list[str] | None = None) -> None:
         if compared is not None:
             result["comparisons"][str(length)] = compared
             print(f"{length:9d} tokens:", ", ".join(f"{name} {value:.3f}" for name, value in compared.items()))
-        print(f"written to {write(result, arguments.results)}", file=sys.stderr, flush=True)
+        print(f"written to {write('inference', result, arguments.results)}", file=sys.stderr, flush=True)
 
     # The engines of both kinds have a cache each.
     def fits(length: int) -> bool:
@@ -333,14 +332,6 @@ def print_row(row: dict[str, Any]) -> None:
         f"{row['decode_tokens_per_second']:.1f} tokens/s, floor {row['decode_floor']:.0%}; "
         f"end to end {row['end_to_end_seconds']:.3f} s; peak {row['peak_gib']:.1f} GiB; {row['runs']} runs"
     )
-
-
-def write(result: dict[str, Any], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    device = "".join(c if c.isalnum() else "_" for c in result["device"]).strip("_")
-    path = folder / f"inference_{device}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
 
 
 if __name__ == "__main__":

@@ -12,19 +12,14 @@ the time that the operations, or the bytes, need at the ceilings.
 """
 
 import argparse
-import json
 import os
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,9 +38,9 @@ from benchmarks.candidates import (
     training_candidates,
     training_program,
 )
-from benchmarks.data import RESULTS, commit
 from benchmarks.parity import OURS, Reference, in_float32, violations
 from benchmarks.parity import PEERS as PEERS_FACTOR
+from benchmarks.record import RESULTS, facts, write
 from benchmarks.shapes import ROWS, SHAPES, STREAMS, TINY_SHAPES, Cost, Shape, TrainingShape
 
 CALLS, SECONDS = 20, 0.1
@@ -100,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     if jax.default_backend() != "gpu" and not set(arguments.shape) <= set(TINY_SHAPES):
         parser.error(f"these shapes need an NVIDIA GPU; without one, --shape takes {', '.join(TINY_SHAPES)}")
     ceilings = Ceilings(arguments.operations_per_second, arguments.bytes_per_second)
-    result = facts(sys.argv[1:] if argv is None else argv) | {
+    result = facts("kernels", sys.argv[1:] if argv is None else argv, PEERS) | {
         "repeats": arguments.repeats,
         "ceilings": {"assumed": asdict(ceilings), "measured": asdict(measured_ceilings(arguments.repeats))},
         "shapes": {},
@@ -114,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         result["shapes"][name] = found
         print_shape(name, found)
         # After each shape, so that a run that is cut off has written what it measured.
-        print(f"written to {write(result, arguments.results)}", file=sys.stderr)
+        print(f"written to {write('kernels', result, arguments.results)}", file=sys.stderr)
 
 
 def benchmark(shape: Shape, repeats: int, ceilings: Ceilings) -> dict[str, Any]:
@@ -302,34 +297,6 @@ def measured_ceilings(repeats: int) -> Ceilings:
     return Ceilings(2 * size**3 / seconds["product"], 2 * source.nbytes / seconds["copy"])
 
 
-def facts(arguments: list[str]) -> dict[str, Any]:
-    """Where, when and with what this was measured."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "driver": driver(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "command": shlex.join(["python", "-m", "benchmarks.kernels", *arguments]),
-        "versions": {name: found for name in ("jax", "jaxlib", *PEERS) if (found := installed(name))},
-    }
-
-
-def installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def driver() -> str | None:
-    """Version of the NVIDIA driver, or None without one."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
-
-
 def print_facts(result: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
     print(f"{result['device']}, driver {result['driver']}, {result['date']}, commit {result['commit']}; {versions}")
@@ -350,14 +317,6 @@ def print_shape(name: str, found: dict[str, Any]) -> None:
     for reason, labels in found["not_run"].items():
         print(f"not run: {reason} ({', '.join(labels)})")
     print("seconds:", ", ".join(f"{stage} {value:.0f}" for stage, value in found["wall_seconds"].items()), flush=True)
-
-
-def write(result: dict[str, Any], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    device = "".join(c if c.isalnum() else "_" for c in result["device"]).strip("_")
-    path = folder / f"kernels_{device}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import contextlib
 import json
 import logging
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ import jax
 import numpy as np
 
 from benchmarks import profile
-from benchmarks.kernels import commit, driver, installed
+from benchmarks.record import RESULTS, facts, result_file
 from orthros_jax.config import Config
 from orthros_jax.config_reader import read_config
 from orthros_jax.data.loader import training_batches
@@ -38,7 +37,6 @@ from orthros_jax.training.lowering import abstract_state, lower_train_step
 from orthros_jax.training.metrics import peak_flops_per_second
 from orthros_jax.training.step import StepMetrics, make_program, output_rows
 
-RESULTS = Path(__file__).parent / "results"
 _WARM_UP = 2
 _TINY = """
 model: {vocab_size: 300, num_layers: 3, model_dim: 32, num_heads: 2, num_kv_heads: 2, head_dim: 16, ffn_dim: 48}
@@ -67,7 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
         config = read_config(["--config", str(file), *overrides, *data], prog="benchmarks.train_step")
         make_text(Path(folder), config.model.vocab_size)
         result = measure(config, options, Path(folder))
-    result |= facts([x for x in arguments if x not in ("--results", str(options.results))])
+    recorded = [x for x in arguments if x not in ("--results", str(options.results))]
+    result |= facts("train_step", recorded, ("flax", "optax", "grain")) | {"devices": jax.device_count()}
     print_result(options.name, result)
     print(f"written to {write(options.name, result, options.results)}")
 
@@ -177,19 +176,6 @@ def _kernel_log(messages: list[str]):
         logger.setLevel(level)
 
 
-def facts(arguments: list[str]) -> dict[str, Any]:
-    """Where, when and with what this was measured."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "devices": jax.device_count(),
-        "driver": driver(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "commit": commit(),
-        "command": shlex.join(["python", "-m", "benchmarks.train_step", *arguments]),
-        "versions": {name: installed(name) for name in ("jax", "jaxlib", "flax", "optax", "grain")},
-    }
-
-
 def print_result(name: str, result: dict[str, Any]) -> None:
     mfu = "" if result["mfu"] is None else f", MFU {result['mfu']:.1%}"
     print(
@@ -206,8 +192,7 @@ def print_result(name: str, result: dict[str, Any]) -> None:
 def write(name: str, result: dict[str, Any], folder: Path) -> Path:
     """Adds a result to the file of its device."""
     folder.mkdir(parents=True, exist_ok=True)
-    device = "".join(c if c.isalnum() else "_" for c in result["device"]).strip("_")
-    path = folder / f"train_step_{device}.json"
+    path = result_file("train_step", result["device"], folder)
     results = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(results | {name: result}, indent=1) + os.linesep)
     return path

@@ -17,6 +17,7 @@ from orthros_jax.data.tokenizer import byte_tokenizer_file
 from orthros_jax.model import build_model
 from orthros_jax.streams import Layout
 from orthros_jax.training.checkpoint import Checkpoints
+from tests.model import small as model_tests
 
 VOCABULARY = 258
 ROWS = 24
@@ -25,20 +26,8 @@ LLAMA3 = {"rope_scaling": "llama3", "rope_original_length": 16}
 
 
 def small_config(**changes: Any) -> ModelConfig:
-    """Three layers with N != K and H != D / N, window 4."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "num_layers": 3,
-        "model_dim": 24,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "ffn_dim": 20,
-        "window": 4,
-        "compute_dtype": "float32",
-        "max_sequence_length": 64,
-    }
-    return ModelConfig(**(settings | changes))
+    """That of the model's tests, for the byte tokenizer."""
+    return model_tests.small_config(**({"vocab_size": VOCABULARY, "max_sequence_length": 64} | changes))
 
 
 def random_params(config: ModelConfig, seed: int = 0) -> dict:

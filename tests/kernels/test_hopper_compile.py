@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from orthros_jax.compilation.topology import open_topology
 from pallas_kernels import dual_stream_attention
 from pallas_kernels.dual_stream_attention import hopper
 
@@ -23,26 +23,6 @@ pytestmark = [
         importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs the packages of requirements-kernels.txt"
     ),
 ]
-
-H200 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-gpu_device_info {
-  name: "NVIDIA H200" device_vendor: "NVIDIA Corporation" model_str: "sm_9.0a"
-  platform_version: "Compute Capability 9.0a"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
-  core_count: 132 fpus_per_core: 128 threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  shared_memory_per_core: 233472 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  device_memory_size: 151397597184 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_address_bits: 64
-}
-"""
-"""What XLA wants to know of the device, in the text format of its GpuTargetConfigProto."""
 
 SHAPES = {
     "B8 T2048 N16 K16 H128": (8, 2048, 16, 16, 128),
@@ -56,8 +36,7 @@ MAX_SPILL_BYTES = 160
 
 def _compile_step(batch, num_keys, num_heads, num_kv_heads, head_size, *, packed) -> Any:
     """Both streams and the gradients of all inputs, compiled for one H200."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    sharding: Any = SingleDeviceSharding(topology.devices[0])
+    sharding: Any = SingleDeviceSharding(open_topology("h200:1").devices[0])
 
     def step(queries, k, v, cotangents, segment_ids):
         def attention(queries, k, v):
