@@ -24,8 +24,8 @@ TEXT = (
     "together with his master, in the tenth of the twelve labours. "
 ) * 6
 QUESTION = "What is the capital of France? Answer in one sentence."
-TOLERANCE = 1e-3
-"""Largest difference of two logits; they go up to about 40 here, against about 4 in the tests with 1e-4."""
+TOLERANCE = 4e-4
+"""Largest difference of two logits: a hundred-thousandth of the largest one, 38.5, for the rounding of float32."""
 
 _NAMES = {
     "attn_norm": "input_layernorm",
