@@ -36,6 +36,7 @@ from orthros_jax.training.compiler import compiler_options, use_device_memory
 from orthros_jax.training.lowering import abstract_state, lower_train_step
 from orthros_jax.training.metrics import peak_flops_per_second
 from orthros_jax.training.step import StepMetrics, make_program, output_rows
+from pallas_kernels.dispatch import log_once
 
 _WARM_UP = 2
 _TINY = """
@@ -167,6 +168,8 @@ def _kernel_log(messages: list[str]):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     level = logger.level
+    # Each choice is logged once a process; this program may not be the first.
+    log_once.cache_clear()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

@@ -14,6 +14,7 @@ from orthros_jax.inference import programs
 from orthros_jax.inference.cache import CacheFullError, cache_layout, empty_layer, stored, write_chunk, write_token
 from orthros_jax.inference.engine import Engine, inference_mesh
 from orthros_jax.inference.weights import weight_shapes
+from tests.interpreted import interpret_tpu_kernels
 from tests.model.small import fast_jit, logits, random_params, small_config
 
 T, W = 40, 4
@@ -113,7 +114,8 @@ def test_chunks_longer_than_the_halo():
 
 
 @pytest.mark.parametrize("kind", ["orthros", "transformer"])
-def test_the_interpreted_tpu_kernels(kind):
+def test_the_interpreted_tpu_kernels(kind, monkeypatch):
+    interpret_tpu_kernels(monkeypatch)
     config = small_config(kind=kind, head_dim=128, num_layers=2, attention_impl="tpu")
     params = random_params(config)
     rows = random_rows(1, 20)

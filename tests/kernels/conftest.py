@@ -1,12 +1,9 @@
 """Backends for accelerators that a CPU can run in an interpreter."""
 
-from functools import partial
-
 import jax
 import pytest
-from jax.experimental import pallas as pl
 
-from pallas_kernels.dual_stream_attention import tpu
+from tests.interpreted import interpret_tpu_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +15,7 @@ def dual_stream_interpreter(request, monkeypatch):
     if not hasattr(request.node, "callspec") or request.node.callspec.params.get("impl") != "tpu":
         yield
         return
-    monkeypatch.setattr(tpu, "unsupported", lambda *_: None)
-    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+    interpret_tpu_kernels(monkeypatch)
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
