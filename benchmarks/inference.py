@@ -10,8 +10,12 @@ the host. Each is the median of `--repeats` runs, fewer where they take longer t
 as in `orthros_jax/model/flops.py`; a prefill's floor is its operations at the ceiling, a decode step's the bytes of
 weights and cache. "ratio" is the Transformer's time over Orthros's, "of operations" the same of their operations.
 
+On several devices Orthros cuts prompts over them, with its weights on each, and the Transformer its heads,
+feed-forward width and vocabulary: each kind the way that suits it.
+
 A prompt whose cache in bfloat16 does not fit beside the weights gets an 8-bit cache. The Transformer's time at more
-than `--longest-full` tokens is that of one hidden layer, measured, times their number.
+than `--longest-full` tokens, or where both caches do not fit at once, is that of one hidden layer, measured, times
+their number.
 """
 
 import argparse
@@ -28,12 +32,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks.candidates import PEERS
 from benchmarks.record import RESULTS, facts, write
 from orthros_jax.config import ModelConfig
 from orthros_jax.inference.cache import Cache
-from orthros_jax.inference.engine import Engine
+from orthros_jax.inference.engine import Engine, inference_mesh
 from orthros_jax.inference.weights import weight_shapes
 from orthros_jax.model.attention import KINDS
 from orthros_jax.model.flops import forward_flops
@@ -162,13 +167,24 @@ def in_turns(runs: dict[str, Callable[[], Run]], repeats: int, seconds: float) -
     return found
 
 
-def report(config: ModelConfig, batch: int, length: int, new_tokens: int, itemsize: int, runs: list[Run], ceilings):
-    """One row of the table: medians, and what they are of the floors."""
+def engine_mesh(kind: str, devices: int) -> Mesh | None:
+    """How a kind uses several devices."""
+    if devices == 1:
+        return None
+    axis = "context" if kind == "orthros" else "tensor"
+    return inference_mesh(**{axis: devices}, devices=jax.devices()[:devices])
+
+
+def report(
+    config: ModelConfig, batch: int, length: int, new_tokens: int, itemsize: int, runs: list[Run], ceilings, devices=1
+):
+    """One row of the table: medians, and what they are of the floors on all devices."""
     operations = prefill_operations(config, batch, length)
     first, whole = (statistics.median(getattr(run, name) for run in runs) for name in ("first_token", "end_to_end"))
     steps = max(new_tokens - 1, 1)
     step = statistics.median(run.decode for run in runs) / steps
-    read = weight_bytes(config) + batch * cache_bytes(config, length + new_tokens // 2, itemsize)
+    copies = devices if config.kind == "orthros" else 1
+    read = copies * weight_bytes(config) + batch * cache_bytes(config, length + new_tokens // 2, itemsize)
     stats = jax.devices()[0].memory_stats() or {}
     return {
         "kind": config.kind,
@@ -178,27 +194,33 @@ def report(config: ModelConfig, batch: int, length: int, new_tokens: int, itemsi
         "first_token_lowest": min(run.first_token for run in runs),
         "first_token_highest": max(run.first_token for run in runs),
         "operations": operations,
-        "tflops": operations / first / 1e12,
-        "first_token_floor": operations / ceilings[0] / first,
+        "tflops_per_device": operations / first / devices / 1e12,
+        "first_token_floor": operations / ceilings[0] / devices / first,
         "decode_step_ms": step * 1e3,
         "decode_tokens_per_second": batch / step,
-        "decode_floor": read / ceilings[1] / step,
+        "decode_floor": read / ceilings[1] / devices / step,
         "end_to_end_seconds": whole,
         "runs": len(runs),
         "peak_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
     }
 
 
-def layer_estimate(config: ModelConfig, weights, length: int, chunk: int, batch: int) -> dict[str, Any]:
+def layer_estimate(
+    config: ModelConfig, weights, length: int, chunk: int, batch: int, devices: int = 1
+) -> dict[str, Any]:
     """The Transformer's time to first token: one hidden layer's times their number, and the rest once."""
     seconds = []
     for hidden in (0, 1):
         part = dataclasses.replace(config, num_layers=hidden + 1)
-        bench = Bench(
-            Engine(
-                part, weights | {"layers": weights["layers"][:hidden]}, capacity=length, batch_size=batch, chunk=chunk
-            )
+        engine = Engine(
+            part,
+            weights | {"layers": weights["layers"][:hidden]},
+            capacity=length,
+            batch_size=batch,
+            chunk=chunk,
+            mesh=engine_mesh(config.kind, devices),
         )
+        bench = Bench(engine)
         bench.run(min(length, 2 * chunk), 1)
         seconds.append(bench.run(length, 1).first_token)
     rest, one = seconds[0], seconds[1] - seconds[0]
@@ -211,7 +233,7 @@ def layer_estimate(config: ModelConfig, weights, length: int, chunk: int, batch:
         "hidden_layer_seconds": one,
         "is_estimate": True,
         "operations": operations,
-        "tflops": operations / total / 1e12,
+        "tflops_per_device": operations / total / devices / 1e12,
     }
 
 
@@ -235,13 +257,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="another number of layers than the shape's")
     parser.add_argument("--lengths", default="8192,32768,131072,1048576", help="prompt lengths (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens of a prefill program (default: %(default)s)")
+    parser.add_argument("--devices", type=int, default=1, help="devices to share a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--chunk", type=int, default=8192, help="tokens of a prefill program for each device (default: %(default)s)"
+    )
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=45, help="for the repeats of a length (default: %(default)s)")
     parser.add_argument("--longest-full", type=int, default=262144, help="(default: %(default)s tokens)")
     parser.add_argument(
-        "--memory", type=float, default=120e9, help="bytes for weights and cache (default: %(default)s)"
+        "--memory", type=float, default=120e9, help="bytes of a device for weights and cache (default: %(default)s)"
     )
     for name, ceiling in (("operations", 790e12), ("bytes", 4.3e12)):
         text = f"ceiling of the floor (default: {ceiling:.3g}, an H200's)"
@@ -255,6 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     configs = {kind: dataclasses.replace(config, kind=kind) for kind in KIND_NAMES}
     result = facts("inference", argv, PEERS) | {
         "command": " ".join(["python -m benchmarks.inference", *argv]),
+        "devices": arguments.devices,
         "batch": arguments.batch,
         "chunk": arguments.chunk,
         "new_tokens": arguments.new_tokens,
@@ -268,7 +294,8 @@ def main(argv: list[str] | None = None) -> None:
     weights = {"orthros": random_weights(configs["orthros"])}
     weights["transformer"] = single_stream(weights["orthros"])
     lengths = sorted(int(n) for n in arguments.lengths.split(","))
-    chunk = max(128, arguments.chunk // arguments.batch)
+    devices = arguments.devices
+    chunk = devices * max(128, arguments.chunk // arguments.batch)
 
     def measure(lengths: list[int], kinds: tuple[str, ...], cache_dtype, itemsize: int) -> None:
         benches = {}
@@ -281,6 +308,7 @@ def main(argv: list[str] | None = None) -> None:
                 batch_size=arguments.batch,
                 chunk=chunk,
                 cache_dtype=cache_dtype,
+                mesh=engine_mesh(kind, devices),
             )
             benches[kind] = Bench(engine)
             benches[kind].run(min(max(lengths), 2 * chunk), 3)
@@ -292,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
                 arguments.seconds,
             )
             rows = [
-                report(configs[kind], arguments.batch, length, arguments.new_tokens, itemsize, found, ceilings)
+                report(configs[kind], arguments.batch, length, arguments.new_tokens, itemsize, found, ceilings, devices)
                 for kind, found in runs.items()
             ]
             add(rows, length)
@@ -305,29 +333,34 @@ def main(argv: list[str] | None = None) -> None:
         if compared is not None:
             result["comparisons"][str(length)] = compared
             print(f"{length:9d} tokens:", ", ".join(f"{name} {value:.3f}" for name, value in compared.items()))
-        print(f"written to {write('inference', result, arguments.results)}", file=sys.stderr, flush=True)
+        name = "inference" if devices == 1 else f"inference_x{devices}"
+        print(f"written to {write(name, result, arguments.results)}", file=sys.stderr, flush=True)
+
+    def fits(length: int, caches: int) -> bool:
+        tokens = arguments.batch * (length + arguments.new_tokens)
+        return weight_bytes(config) + caches * cache_bytes(config, tokens, 2) / devices < arguments.memory
 
     # The engines of both kinds have a cache each.
-    def fits(length: int) -> bool:
-        tokens = arguments.batch * (length + arguments.new_tokens)
-        return weight_bytes(config) + 2 * cache_bytes(config, tokens, 2) < arguments.memory
-
-    plain = [n for n in lengths if fits(n) and n <= arguments.longest_full]
+    plain = [n for n in lengths if fits(n, 2) and n <= arguments.longest_full]
     long = [n for n in lengths if n not in plain]
     if plain:
         measure(plain, KIND_NAMES, None, 2)
     for length in long:
-        measure([length], ("orthros",), "int8", 1)
-        add([layer_estimate(configs["transformer"], weights["transformer"], length, chunk, arguments.batch)], length)
+        measure([length], ("orthros",), *((None, 2) if fits(length, 1) else ("int8", 1)))
+        full = layer_estimate(
+            configs["transformer"], weights["transformer"], length, chunk, arguments.batch, devices=devices
+        )
+        add([full], length)
 
 
 def print_row(row: dict[str, Any]) -> None:
     text = f"{row['kind']:12s} {row['tokens']:8d}: first token {row['first_token_seconds']:8.3f} s"
     if "is_estimate" in row:
-        print(f"{text} by layers, {row['tflops']:.0f} TFLOP/s")
+        print(f"{text} by layers, {row['tflops_per_device']:.0f} TFLOP/s a device")
         return
     print(
-        f"{text} ({row['first_token_lowest']:.3f} - {row['first_token_highest']:.3f}), {row['tflops']:.0f} TFLOP/s, "
+        f"{text} ({row['first_token_lowest']:.3f} - {row['first_token_highest']:.3f}), "
+        f"{row['tflops_per_device']:.0f} TFLOP/s a device, "
         f"floor {row['first_token_floor']:.0%}; decode {row['decode_step_ms']:.2f} ms, "
         f"{row['decode_tokens_per_second']:.1f} tokens/s, floor {row['decode_floor']:.0%}; "
         f"end to end {row['end_to_end_seconds']:.3f} s; peak {row['peak_gib']:.1f} GiB; {row['runs']} runs"

@@ -9,7 +9,9 @@ from pathlib import Path
 import jax
 
 # The first pattern that fits a kernel's instruction (its text, then its place in the program) decides.
+COLLECTIVES = "collectives"
 KINDS = {
+    COLLECTIVES: r"nccl",
     "loss head": r"loss_head",
     "attention": r"mosaic_gpu|cudnn|flash",
     "matrix products": r"__cublas|__triton_gemm|gemm_fusion",
@@ -30,7 +32,10 @@ def recorded(folder: Path) -> Iterator[Path]:
 
 
 def account(folder: Path, program: str, steps: int) -> dict[str, float]:
-    """Milliseconds a step by kind of kernel, the time without a kernel, and the largest kernels of no kind.
+    """Milliseconds a step by kind of kernel, mean of this process's devices, and the largest kernels of no kind.
+
+    Kernels of several streams can run at once: "collectives alone" is the time in which nothing but a collective runs,
+    "no kernel runs" that in which nothing does.
 
     Args:
       folder: of `recorded`.
@@ -40,24 +45,28 @@ def account(folder: Path, program: str, steps: int) -> dict[str, float]:
     (file,) = folder.rglob("*.xplane.pb")
     places = instruction_texts(program)
     total: dict[str, float] = defaultdict(float)
-    events: list[tuple[float, float]] = []
+    devices = 0
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         if "GPU" not in plane.name:
             continue
+        events: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         for line in plane.lines:
             if not line.name.startswith("Stream"):
                 continue
             for event in line.events:
-                found = dict(event.stats)
-                instruction = str(found.get("hlo_op", ""))
-                total[kind(event.name, places.get(instruction, ""))] += event.duration_ns
-                events.append((event.start_ns, event.start_ns + event.duration_ns))
-    if not events:
-        return {}
-    busy = covered(events)
-    total["no kernel runs"] = max(end for _, end in events) - min(start for start, _ in events) - busy
+                found = kind(event.name, places.get(str(dict(event.stats).get("hlo_op", "")), ""))
+                total[found] += event.duration_ns
+                events[found == COLLECTIVES].append((event.start_ns, event.start_ns + event.duration_ns))
+        both = events[False] + events[True]
+        if not both:
+            continue
+        devices += 1
+        busy = covered(both)
+        total["no kernel runs"] += max(end for _, end in both) - min(start for start, _ in both) - busy
+        if events[True]:
+            total["collectives alone"] += busy - covered(events[False])
     ordered = sorted(total.items(), key=lambda item: -item[1])
-    return {name: nanoseconds / 1e6 / steps for name, nanoseconds in ordered}
+    return {name: nanoseconds / 1e6 / steps / devices for name, nanoseconds in ordered}
 
 
 def kind(kernel: str, instruction: str) -> str:

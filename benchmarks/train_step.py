@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--name", default="tiny", help="key of the result")
     parser.add_argument("--steps", type=int, default=50, help="timed steps (default: 50)")
     parser.add_argument("--warm_up", type=int, default=_WARM_UP, help=f"steps before them (default: {_WARM_UP})")
+    parser.add_argument("--document", type=int, help="tokens of every document (default: random, 10 to 4000)")
     parser.add_argument("--profile", type=int, default=0, help="steps to profile after the timed ones")
     parser.add_argument("--backend", help="attention backend that `auto` must take, for example hopper")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
             file.write_text(_TINY)
         data = ["--data.paths", f"[{folder}/data]"]
         config = read_config(["--config", str(file), *overrides, *data], prog="benchmarks.train_step")
-        make_text(Path(folder), config.model.vocab_size)
+        make_text(Path(folder), config.model.vocab_size, document=options.document)
         result = measure(config, options, Path(folder))
     recorded = [x for x in arguments if x not in ("--results", str(options.results))]
     result |= facts("train_step", recorded, ("flax", "optax", "grain")) | {"devices": jax.device_count()}
@@ -72,8 +73,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"written to {write(options.name, result, options.results)}")
 
 
-def make_text(folder: Path, vocabulary: int, tokens: int = 1_000_000) -> None:
-    """Prepares `folder`/data: words of a Zipf-like distribution, one token each, in documents of 10 to 4000."""
+def make_text(folder: Path, vocabulary: int, tokens: int = 1_000_000, document: int | None = None) -> None:
+    """Prepares `folder`/data: words of a Zipf-like distribution, one token each, in documents of 10 to 4000 tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [f"w{number}" for number in range(vocabulary - 3)]
@@ -83,6 +84,8 @@ def make_text(folder: Path, vocabulary: int, tokens: int = 1_000_000) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     random = np.random.default_rng(0)
     lengths = np.clip(random.lognormal(6.0, 1.0, tokens // 600), 10, 4000).astype(int)
+    if document:
+        lengths = np.full(-(-tokens // document), document)
     with (folder / "text.jsonl").open("w") as file:
         for length in lengths:
             drawn = (vocabulary - 3) ** random.random(length)

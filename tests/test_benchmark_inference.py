@@ -59,3 +59,20 @@ def test_a_run(tmp_path, capsys):
         assert row["first_token_seconds"] > 0
 
     assert "64 tokens: ratio" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_on_two_devices(tmp_path):
+    options = ["--shape", "tiny", "--lengths", "300", "--chunk", "128", "--new-tokens", "2", "--repeats", "1"]
+    inference.main([*options, "--devices", "2", "--results", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    assert path.name.startswith("inference_x2_")
+    ours, full = json.loads(path.read_text())["rows"]
+    for row in (ours, full):
+        assert row["tflops_per_device"] == pytest.approx(row["operations"] / row["first_token_seconds"] / 2e12)
+    # Orthros has its weights on both devices, the Transformer a half on each.
+    config = inference.SHAPES["tiny"]
+    cache = inference.cache_bytes(config, 301, 2)
+    floors = [row["decode_floor"] * row["decode_step_ms"] / 1e3 * 2 * 4.3e12 for row in (ours, full)]
+    weights = [inference.weight_bytes(dataclasses.replace(config, kind=kind)) for kind in inference.KIND_NAMES]
+    assert floors == pytest.approx([2 * weights[0] + cache, weights[1] + cache])
