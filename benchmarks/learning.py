@@ -2,11 +2,12 @@
 
 Trains each kind with each seed by `train.py`, from the settings under configs/comparison, one run after the other in
 each slot: `--slots 0,0,1,1` makes two at a time on each of GPUs 0 and 1. A run whose folder is there goes on. Then the
-held-out loss of each, overall and by position: the number of tokens of its document, the row's own included, that a row
-can see. A table, results/learning_DEVICE.json, and a plot of the losses (`python -m orthros_jax plot`).
+held-out loss of each, overall and by position of the row in its document. Results are added to
+results/learning_DEVICE.json; `python -m orthros_jax plot` draws the runs' losses.
 """
 
 import argparse
+import json
 import os
 import queue
 import subprocess
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.record import RESULTS, facts, write
+from benchmarks.record import RESULTS, facts, result_file, write
 from orthros_jax import streams
 from orthros_jax.config import DataConfig, ModelConfig
 from orthros_jax.config_reader import load_config
@@ -63,9 +64,11 @@ def main(argv: list[str] | None = None) -> None:
     failed = train_all(commands, folders, arguments.slots.split(","))
     use_device_memory()
     rows = [measure(folders[run], *run) for run in runs if run not in failed]
-    result = facts("learning", sys.argv[1:] if argv is None else argv, ("flax", "optax", "grain")) | {"rows": rows}
+    result = facts("learning", sys.argv[1:] if argv is None else argv, ("flax", "optax", "grain"))
+    path = result_file("learning", result["device"], arguments.results)
+    rows = merged(json.loads(path.read_text())["rows"] if path.exists() else [], rows)
     print(table(rows))
-    print(f"written to {write('learning', result, arguments.results)}")
+    print(f"written to {write('learning', result | {'rows': rows}, arguments.results)}")
     if failed:
         sys.exit(f"failed: {', '.join(map(str, failed))}; see log.txt in their folders")
 
@@ -153,6 +156,15 @@ def losses_by_position(config: ModelConfig, params: dict, data: DataConfig) -> t
     found = [jax.device_get(sums(params, batch["tokens"], batch["segment_ids"])) for batch in batches]
     entropy, count = (np.sum(x, axis=0, dtype=np.float64) for x in zip(*found, strict=True))
     return entropy, count
+
+
+def merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of earlier calls and new ones, which replace those of the same run."""
+
+    def run(row):
+        return row["size"], list(KINDS).index(row["kind"]), row["seed"]
+
+    return sorted(({run(row): row for row in (*before, *rows)}).values(), key=run)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
