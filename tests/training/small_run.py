@@ -26,7 +26,10 @@ from orthros_jax.training.step import TrainState, make_program
 LENGTH = 32
 BATCH = 8
 # What differs from one run to the next.
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "mfu")
+TIMES = (
+    *("tokens_per_second", "step_seconds", "data_wait_seconds", "save_seconds", "restore_seconds"),
+    *("goodput", "peak_memory_gib", "mfu"),
+)
 
 SETTINGS: dict[str, Any] = {
     "model.vocab_size": 260,
