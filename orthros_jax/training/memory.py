@@ -31,8 +31,8 @@ def program_memory(compiled: jax.stages.Compiled) -> ProgramMemory | None:
     return ProgramMemory(m.argument_size_in_bytes, m.temp_size_in_bytes, total)
 
 
-def device_bytes(device: jax.Device) -> int | None:
-    """What a device has for programs; None where it does not tell, as a CPU."""
+def device_bytes(device) -> int | None:
+    """What a device of `jax.devices()` has for programs; None where it does not tell, as a CPU."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
