@@ -27,6 +27,7 @@ from benchmarks.record import RESULTS, facts, write
 from benchmarks.train_step import TINY
 from orthros_jax.config import Config
 from orthros_jax.config_reader import read_config
+from orthros_jax.errors import run_command
 from orthros_jax.sharding import batch_sharding, build_mesh
 from orthros_jax.training.checkpoint import Checkpoints
 from orthros_jax.training.compiler import compiler_options, use_device_memory
@@ -150,4 +151,4 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main, sys.argv[1:], prog="benchmarks.checkpoint"))
