@@ -29,10 +29,13 @@ def test_the_time_of_steps():
 
 
 def test_a_step_ends_when_its_result_is_there():
+    result = mock.Mock()
+    result.block_until_ready.side_effect = lambda: time.sleep(0.1)
+    before = time.perf_counter()
     with Goodput(0.0) as clock:
-        before = time.perf_counter()
-        end = clock.end_of(jnp.ones(4) + 1).result()
-    assert before <= end <= time.perf_counter()
+        end = clock.end_of(result)
+        assert not end.done()
+    assert before + 0.1 <= end.result() <= time.perf_counter()
 
 
 def test_waiting_is_not_useful(finished, data, tmp_path):
