@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 
 from orthros_jax.config import ConfigError
 from orthros_jax.config_reader import locate, read_config
@@ -10,6 +11,7 @@ from orthros_jax.training.processes import supervised
 
 
 def main(argv: list[str]) -> int:
+    started = time.perf_counter()
     config = read_config(argv)
 
     def run() -> int:
@@ -17,7 +19,7 @@ def main(argv: list[str]) -> int:
         from orthros_jax.training.trainer import train
 
         try:
-            return train(config, command=shlex.join(["python", "train.py", *argv]))
+            return train(config, command=shlex.join(["python", "train.py", *argv]), started=started)
         except ConfigError as error:
             raise locate(error, argv) from None
 

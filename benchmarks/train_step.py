@@ -39,7 +39,7 @@ from orthros_jax.training.step import StepMetrics, make_program, output_rows
 from pallas_kernels.dispatch import log_once
 
 _WARM_UP = 2
-_TINY = """
+TINY = """
 model: {vocab_size: 300, num_layers: 3, model_dim: 32, num_heads: 2, num_kv_heads: 2, head_dim: 16, ffn_dim: 48}
 data: {sequence_length: 64}
 training: {batch_size: 8}
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(options.config) if options.config else Path(folder) / "tiny.yaml"
         if not options.config:
-            file.write_text(_TINY)
+            file.write_text(TINY)
         data = ["--data.paths", f"[{folder}/data]"]
         config = read_config(["--config", str(file), *overrides, *data], prog="benchmarks.train_step")
         make_text(Path(folder), config.model.vocab_size, document=options.document)

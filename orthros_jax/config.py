@@ -231,6 +231,10 @@ class TrainingConfig:
     """Steps with a non-finite loss or gradient are skipped; this many in a row end the run."""
     watchdog_seconds: float = 600.0
     """Print where the run hangs when a step takes longer than this."""
+    compile_cache: str | None = None
+    """Folder of compiled programs, from which a later start takes them; null keeps none."""
+    profile_steps: list[int] | None = None
+    """First and last step to profile, for example [10, 12]; null profiles none."""
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "accumulation", "max_skipped_steps", "watchdog_seconds"):
@@ -248,6 +252,19 @@ class TrainingConfig:
             "training.accumulation",
             f"{self.accumulation} does not divide training.batch_size {self.batch_size}",
         )
+        _require(self.compile_cache != "", "training.compile_cache", "must name a folder, or be null to keep none")
+        if self.profile_steps is not None:
+            _require(
+                len(self.profile_steps) == 2 and 1 <= self.profile_steps[0] <= self.profile_steps[1],
+                "training.profile_steps",
+                f"must be the first and the last step to profile, counted from 1, got {self.profile_steps}; write "
+                "[10, 12], or null for none",
+            )
+            _require(
+                self.profile_steps[1] <= self.steps,
+                "training.profile_steps",
+                f"{self.profile_steps} goes beyond training.steps {self.steps}; profile earlier steps or make more",
+            )
 
 
 @dataclass(frozen=True)

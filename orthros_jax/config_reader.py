@@ -259,7 +259,7 @@ def _expected(declared: Any) -> str:
         text = "one of " + ", ".join(get_args(inner))
     elif get_origin(inner) is list:
         (element,) = get_args(inner)
-        text = {str: "a list of texts", float: "a list of numbers"}[element]
+        text = {str: "a list of texts", float: "a list of numbers", int: "a list of whole numbers"}[element]
     else:
         text = names[inner]
     return f"must be {text}{' or null' if optional else ''}"

@@ -94,6 +94,8 @@ PERTURBED = {
     "training.z_loss": 1e-4,
     "training.max_skipped_steps": 2,
     "training.watchdog_seconds": 30.0,
+    "training.compile_cache": "runs/compiled",
+    "training.profile_steps": [2, 3],
     "mesh.data": 4,
     "mesh.fsdp": 2,
     "mesh.tensor": 2,

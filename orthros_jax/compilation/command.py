@@ -18,6 +18,7 @@ from orthros_jax.config_reader import locate, read_config
 from orthros_jax.errors import UserError
 from orthros_jax.sharding import build_mesh, check_divisible
 from orthros_jax.training.lowering import abstract_state, kernel_log_shown, lower_train_step
+from orthros_jax.training.memory import GIB, program_memory
 from orthros_jax.training.step import TrainState, make_program
 from pallas_kernels.dispatch import compiling_for
 
@@ -29,7 +30,6 @@ roofline. Exit code 2 where the step does not fit.
   --topology NAME  {FORMS}
   other arguments  those of train.py"""
 
-_GIB = 2**30
 _LARGEST = 8
 
 
@@ -78,8 +78,8 @@ class Report(NamedTuple):
             f"Model        {self.parameters:,} parameters; {tokens:,} tokens a step in micro-batches of "
             f"{config.training.batch_size // config.training.accumulation} windows",
             f"Compiled     in {self.seconds:.0f} s",
-            f"Memory       {self.memory_bytes / _GIB:.2f} of {chip.hbm_bytes / _GIB:.2f} GiB a chip, of which "
-            f"{self.state_bytes / _GIB:.2f} training state",
+            f"Memory       {self.memory_bytes / GIB:.2f} of {chip.hbm_bytes / GIB:.2f} GiB a chip, of which "
+            f"{self.state_bytes / GIB:.2f} training state",
             "Collectives  of one step on each device, by the axes that their groups span",
             *(f"  {line}" for line in _collective_table(self.collectives)),
             f"FLOPs        {flops:.3g} a step, {flops / tokens:.3g} a token (documents as long as windows, without "
@@ -115,10 +115,12 @@ def compile_run(config: Config, topology: Topology) -> Report:
             raise _does_not_fit(error, topology) from error
     seconds = time.perf_counter() - started
     parsed = Program(compiled.as_text() or "", mesh)
-    memory = _memory(compiled)
+    found = program_memory(compiled)
+    assert found is not None
+    memory = found.total
     if memory > topology.chip.hbm_bytes:
-        largest = [f"{a.nbytes / _GIB:8.2f} GiB  {a}  {source}" for a, source in parsed.largest_arrays(_LARGEST)]
-        raise UserError(_too_large(topology, f"{memory / _GIB:.2f} GiB", largest))
+        largest = [f"{a.nbytes / GIB:8.2f} GiB  {a}  {source}" for a, source in parsed.largest_arrays(_LARGEST)]
+        raise UserError(_too_large(topology, f"{memory / GIB:.2f} GiB", largest))
     collectives = parsed.collectives()
     _refuse_whole_weights(collectives, state, mesh)
     state_bytes = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -148,14 +150,6 @@ def _split_topology(argv: list[str]) -> tuple[str, list[str]]:
     return names[0], rest
 
 
-def _memory(compiled: jax.stages.Compiled) -> int:
-    """Bytes that one device holds while it runs the step. Results that take the place of arguments count once."""
-    m = compiled.memory_analysis()
-    assert m is not None
-    arrays = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
-    return arrays + m.generated_code_size_in_bytes
-
-
 def _does_not_fit(error: Exception, topology: Topology) -> Exception:
     """What the TPU compiler says of too large a program, in our words; any other failure as it is."""
     text = str(error)
@@ -172,7 +166,7 @@ def _too_large(topology: Topology, needed: str, largest: list[str]) -> str:
     return "\n".join(
         [
             f"the step needs {needed} of memory on each {topology.name.partition(':')[0]} chip, which has "
-            f"{topology.chip.hbm_bytes / _GIB:.2f} GiB; raise mesh.fsdp or training.accumulation, or set model.remat "
+            f"{topology.chip.hbm_bytes / GIB:.2f} GiB; raise mesh.fsdp or training.accumulation, or set model.remat "
             "to full. The largest arrays:",
             *(f"  {line}" for line in largest),
         ]

@@ -1,8 +1,13 @@
-"""Random access to the windows of a prepared data set, straight from its memory-mapped files."""
+"""Random access to the windows of a prepared data set, straight from its files.
+
+Nothing is kept that grows with the data set: no offsets, and no mapping, whose pages would count as memory of the
+process once they are read.
+"""
 
 import bisect
 import functools
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,12 @@ from orthros_jax.data.storage import FORMAT, INDEX_FILE, MANIFEST_FILE, OFFSET_D
 from orthros_jax.data.tokenizer import TOKENIZER_FILE, ByteTokenizer, FileTokenizer, Tokenizer
 from orthros_jax.errors import UserError
 
-# A mapped file keeps a file descriptor; processes are commonly allowed 1024 of them.
-MAPPED_SHARDS = 64
+# A shard in use keeps two file descriptors; processes are commonly allowed 1024 of them.
+OPEN_SHARDS = 64
+# Offsets are read in blocks of a page.
+_BLOCK = 4096 // np.dtype(OFFSET_DTYPE).itemsize
+# Searching for a document looks at the first offset of blocks again and again; these many are remembered.
+_REMEMBERED_OFFSETS = 2**17
 
 
 def read_index(path: Path | str) -> dict[str, Any]:
@@ -92,7 +101,8 @@ class TokenDataset:
         # First token of each shard within the split, and the end of the last.
         self._starts = [0, *itertools.accumulate(shard["tokens"] for shard in self._shards)]
         self._check_sizes()
-        self._mapped = functools.lru_cache(maxsize=MAPPED_SHARDS)(self._map)
+        self._opened = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open)
+        self._first_end = functools.lru_cache(maxsize=_REMEMBERED_OFFSETS)(self._read_first_end)
 
     def __len__(self) -> int:
         return max(0, -(-(self.tokens - 1) // self.sequence_length))
@@ -115,10 +125,9 @@ class TokenDataset:
         while start < stop:
             local = start - self._starts[shard]
             size = min(stop - start, self._shards[shard]["tokens"] - local)
-            ids, ends = self._mapped(shard)
-            tokens[row : row + size] = ids[local : local + size]
-            first, last = ends.searchsorted((local, local + size - 1), side="right").tolist()
-            bounds = [0, *(ends[first:last] - local).tolist(), size]
+            ids, _ = self._opened(shard)
+            tokens[row : row + size] = ids.read(local, size)
+            bounds = [0, *(end - local for end in self._ends_within(shard, local, local + size)), size]
             for begin, end in itertools.pairwise(bounds):
                 segments += 1
                 segment_ids[row + begin : row + end] = segments
@@ -136,10 +145,48 @@ class TokenDataset:
                     problem = "missing" if found is None else f"{found} bytes, but the index says {size}"
                     raise UserError(f"{file}: {problem}; copy the data set again, or delete it and prepare it again")
 
-    def _map(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        stem = str(self.path / self._shards[shard]["name"])
-        # Plain arrays over the mapping: slicing np.memmap itself costs several microseconds.
-        return (
-            np.asarray(np.memmap(f"{stem}.tokens", self._dtype, "r")),
-            np.asarray(np.memmap(f"{stem}.offsets", OFFSET_DTYPE, "r")),
-        )
+    def _open(self, shard: int) -> tuple["_Numbers", "_Numbers"]:
+        stem = f"{self.path}/{self._shards[shard]['name']}"
+        return _Numbers(f"{stem}.tokens", self._dtype), _Numbers(f"{stem}.offsets", np.dtype(OFFSET_DTYPE))
+
+    def _ends_within(self, shard: int, start: int, stop: int) -> list[int]:
+        """The ends of documents strictly between two places of a shard, in ascending order."""
+        documents = self._shards[shard]["documents"]
+        blocks = -(-documents // _BLOCK)
+        block = max(0, bisect.bisect_right(range(blocks), start, key=functools.partial(self._first_end, shard)) - 1)
+        found: list[int] = []
+        while block < blocks:
+            first = block * _BLOCK
+            ends = self._opened(shard)[1].read(first, min(_BLOCK, documents - first))
+            found += ends[slice(*ends.searchsorted((start + 1, stop)))].tolist()
+            if ends[-1] >= stop:
+                break
+            block += 1
+        return found
+
+    def _read_first_end(self, shard: int, block: int) -> int:
+        return int(self._opened(shard)[1].read(block * _BLOCK, 1)[0])
+
+
+class _Numbers:
+    """A file of numbers, open to be read anywhere; it is closed with the last reference to this object."""
+
+    def __init__(self, path: str, dtype: np.dtype):
+        self._path, self._dtype = path, dtype
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self):
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Reads numbers first to first + count.
+
+        Raises:
+          UserError: the file has become shorter since the data set was opened.
+        """
+        size = self._dtype.itemsize
+        found = os.pread(self._descriptor, count * size, first * size)
+        if len(found) < count * size:
+            raise UserError(f"{self._path}: has become shorter while it is read; copy the data set again")
+        return np.frombuffer(found, self._dtype)

@@ -19,7 +19,7 @@ from orthros_jax.data.dataset import TokenDataset
 from orthros_jax.errors import UserError
 
 Batch = dict[str, np.ndarray]
-# Copying windows out of mapped files is quick; more threads only contend for the interpreter lock.
+# Copying windows out of files is quick; more threads only contend for the interpreter lock.
 READ_THREADS = 1
 
 

@@ -129,7 +129,7 @@ class Checkpoints:
             self._require_space(arrays)
             if self._manager is None:
                 self._set_damaged_steps_aside()
-                self._manager = ocp.CheckpointManager(self.directory, options=self._options)
+                self._manager = ocp.CheckpointManager(self.directory, options=self._options, item_handlers=_handlers())
             # Without `force` Orbax skips a step that is not above what it takes for the latest, and says
             # nothing.
             saved = self._manager.save(step, args=arguments, force=True)
@@ -252,6 +252,11 @@ class Checkpoints:
             f"cannot save step {step} in {self.directory}: {reason}; {kept}. "
             "Free space or set run_dir to another disk, then start the same command again to resume."
         )
+
+
+def _handlers() -> dict[str, ocp.CheckpointHandler]:
+    """How the items of a step are written. Compression makes float32 weights hardly smaller, and reading slower."""
+    return {"state": ocp.PyTreeCheckpointHandler(use_compression=False), "record": ocp.JsonCheckpointHandler()}
 
 
 def read_metadata(directory: str | os.PathLike) -> tuple[int, dict] | None:

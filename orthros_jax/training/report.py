@@ -8,6 +8,7 @@ import jax
 
 from orthros_jax.config import Config
 from orthros_jax.model.flops import DEFINITION, sequence_flops
+from orthros_jax.training.memory import GIB, ProgramMemory
 
 _KIND_NAMES = {
     "orthros": "Orthros",
@@ -16,7 +17,17 @@ _KIND_NAMES = {
 }
 
 
-def opening(config: Config, *, params, mesh, train, heldout, documents: float, start_step: int) -> str:
+def opening(
+    config: Config,
+    *,
+    params,
+    mesh,
+    train,
+    heldout,
+    documents: float,
+    start_step: int,
+    restore_seconds: float | None,
+) -> str:
     """Model, data, devices and length of the run, a line each.
 
     Args:
@@ -24,6 +35,7 @@ def opening(config: Config, *, params, mesh, train, heldout, documents: float, s
       train, heldout: opened data sets.
       documents: mean number of documents in a window.
       start_step: steps made before this start.
+      restore_seconds: time that reading their checkpoint took; None where there are none.
     """
     model, training = config.model, config.training
     size = sum(x.size for x in jax.tree.leaves(params))
@@ -49,7 +61,7 @@ def opening(config: Config, *, params, mesh, train, heldout, documents: float, s
             f"beyond it the learning rate stays at {final:.3g}"
         )
     if start_step:
-        lines.append(f"Resuming at step {start_step:,}")
+        lines += [f"Restored in {restore_seconds:.1f} s", f"Resuming at step {start_step:,}"]
     return "\n".join(lines)
 
 
@@ -59,6 +71,23 @@ def mfu_definition(peak_flops: float | None) -> str:
     if peak_flops is not None:
         peak = f"{peak_flops / 1e12:.0f} TFLOP/s"
     return f"MFU      {DEFINITION}\n         peak of this device: {peak}"
+
+
+def memory(program: ProgramMemory, device_bytes: int | None) -> str:
+    """What a step holds on each device, against what the device has; None is not known."""
+    capacity = "" if device_bytes is None else f" of {device_bytes / GIB:.2f}"
+    return (
+        f"Memory   {program.total / GIB:.2f}{capacity} GiB a device during a step: state and batch "
+        f"{program.arguments / GIB:.2f}, temporaries {program.temporaries / GIB:.2f}"
+    )
+
+
+def goodput(share: float, steps: float, wall: float, saving: float) -> str:
+    """Share of this start's time that went into steps; times in seconds."""
+    return (
+        f"Goodput  {share:.1%}: {steps:,.1f} s of steps in {wall:,.1f} s since the start; "
+        f"{saving:,.1f} s waited in saves"
+    )
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:

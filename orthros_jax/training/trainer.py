@@ -2,10 +2,10 @@
 
 import contextlib
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from orthros_jax.config import Config, ConfigError, to_dict
+from orthros_jax.config import Config, to_dict
 from orthros_jax.config_reader import save_config
 from orthros_jax.data.dataset import TokenDataset, dataset_tokenizer, read_index
 from orthros_jax.data.kept_tokenizer import keep_tokenizer
@@ -26,7 +26,7 @@ from orthros_jax.data.loader import (
     training_batches,
 )
 from orthros_jax.data.prepare import prepare_if_missing
-from orthros_jax.data.storage import DISK_FULL, folder_lock
+from orthros_jax.data.storage import folder_lock
 from orthros_jax.errors import UserError
 from orthros_jax.inference.engine import Engine
 from orthros_jax.inference.generation import Request, encode_prompts, generate
@@ -35,11 +35,15 @@ from orthros_jax.model.flops import forward_flops
 from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, host_share
 from orthros_jax.training import report
 from orthros_jax.training.checkpoint import Checkpoints, read_metadata
-from orthros_jax.training.compiler import compiler_options, use_device_memory
+from orthros_jax.training.compiler import compiler_options, use_compile_cache, use_device_memory
 from orthros_jax.training.evaluation import evaluate
+from orthros_jax.training.folders import check_folder, disk_full_explained, make_folder
+from orthros_jax.training.goodput import Goodput
 from orthros_jax.training.interrupt import AgreedStop, StopSignal
 from orthros_jax.training.lowering import abstract_state, kernel_log_shown, lower_eval_step, lower_train_step
+from orthros_jax.training.memory import GIB, device_bytes, peak_device_bytes, program_memory
 from orthros_jax.training.metrics import MetricsWriter, peak_flops_per_second, read_metrics
+from orthros_jax.training.profiling import StepProfile
 from orthros_jax.training.progress import Progress
 from orthros_jax.training.resume import (
     changed_settings,
@@ -55,12 +59,14 @@ class Diverged(Exception):
     """Too many steps in a row had a non-finite loss or gradient."""
 
 
-def train(config: Config, command: str = "python train.py --config FILE") -> int:
+def train(config: Config, command: str = "python train.py --config FILE", started: float | None = None) -> int:
     """Trains from where the run folder stands up to `training.steps`.
 
     Args:
       config: the run.
       command: how it was started, for the advice at its end.
+      started: when the process started, by `time.perf_counter`, the start of the time that goodput is a share of;
+        None is now.
 
     Returns:
       Exit code: 0 where the run is complete or a signal stopped it after a save, 1 where it diverged.
@@ -68,8 +74,10 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
     Raises:
       UserError: settings, data or disk need the user.
     """
+    started = time.perf_counter() if started is None else started
     # What can be found wrong without the data is found before they are prepared, which can take hours.
-    _check_run_dir(Path(config.run_dir))
+    check_folder("run_dir", Path(config.run_dir))
+    use_compile_cache(config.training.compile_cache)
     checkpoint_dir = Path(config.run_dir) / "checkpoints"
     newest = read_metadata(checkpoint_dir)
     saved = newest[1] if newest else None
@@ -84,10 +92,10 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
     check_same_data(identity, saved, config.run_dir)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_disk_full_explained(config.run_dir))
+        stack.enter_context(disk_full_explained(config.run_dir))
         stack.enter_context(kernel_log_shown())
         if jax.process_index() == 0:
-            _make_run_dir(Path(config.run_dir))
+            make_folder("run_dir", Path(config.run_dir))
             busy = "another process trains in this folder; wait for it, or choose another run_dir"
             stack.enter_context(folder_lock(Path(config.run_dir), busy))
         stop = AgreedStop(stack.enter_context(StopSignal()), mesh)
@@ -97,8 +105,10 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(checkpoint_dir, **keep)))
         program = make_program(config, config.optimizer.schedule_steps or config.training.steps)
         is_imported = saved is not None and saved["data"] is None
+        began = time.perf_counter()
         state, flops = _restore_or_init(program, config, mesh, checkpoints, is_imported)
         start = int(state.step)
+        restore_seconds = time.perf_counter() - began if start else None
         writer = stack.enter_context(contextlib.closing(MetricsWriter(config.metrics, config.run_dir, start)))
         if jax.process_index() == 0:
             save_config(config, Path(config.run_dir) / "config.yaml")
@@ -114,12 +124,18 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
                 heldout=heldout,
                 documents=documents_per_window(datasets),
                 start_step=start,
+                restore_seconds=restore_seconds,
             )
         )
         for line in changed_settings(config, saved["config"]) if saved and not is_imported else ():
             progress.message(f"Changed  {line}")
         kept = {"data": identity, "origin": saved and saved.get("origin")}
-        run = _Run(config, program, mesh, state, flops, checkpoints, writer, progress, watchdog, stop, heldout, kept)
+        goodput = stack.enter_context(Goodput(started))
+        run = _Run(
+            *(config, program, mesh, state, flops, checkpoints, writer, progress, watchdog, stop, heldout, kept),
+            goodput,
+            restore_seconds,
+        )
         try:
             complete = run.to_the_end()
         except Diverged as error:
@@ -138,38 +154,6 @@ def train(config: Config, command: str = "python train.py --config FILE") -> int
                 )
             )
     return 0
-
-
-def _check_run_dir(run_dir: Path) -> None:
-    """Whether it is or can become a folder to write in; nothing is created yet."""
-    existing = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError("run_dir", f"{existing} is a file; name a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError("run_dir", f"{existing} cannot be written; name another folder")
-
-
-def _make_run_dir(run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise
-        raise ConfigError("run_dir", f"{run_dir} cannot be created ({error.strerror}); name another folder") from error
-
-
-@contextlib.contextmanager
-def _disk_full_explained(run_dir: str) -> Iterator[None]:
-    """What is written besides checkpoints, which explain a full disk themselves, can find it full as well."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        raise UserError(
-            f"{run_dir}: no space left on the disk; free some and run the same command again, it continues from the "
-            "newest checkpoint"
-        ) from error
 
 
 def _restore_or_init(
@@ -203,6 +187,7 @@ class _Pending(NamedTuple):
     stop_votes: jax.Array | None
     dispatched: float
     data_wait: float
+    finished: Future[float]
 
 
 class _Interval:
@@ -210,7 +195,7 @@ class _Interval:
 
     def __init__(self):
         self.steps = 0
-        self.seconds = self.data_wait = self.flops = self.documents = 0.0
+        self.seconds = self.data_wait = self.saving = self.flops = self.documents = 0.0
 
 
 class _Run:
@@ -230,6 +215,8 @@ class _Run:
         stop: AgreedStop,
         heldout: list[TokenDataset],
         kept: dict,
+        goodput: Goodput,
+        restore_seconds: float | None,
     ):
         self.config, self.program, self.mesh, self.state = config, program, mesh, state
         self.checkpoints, self.writer, self.progress = checkpoints, writer, progress
@@ -238,6 +225,8 @@ class _Run:
         self.step = int(state.step)
         self.flops = flops
         self._kept = kept
+        self._goodput, self._restore_seconds = goodput, restore_seconds
+        self._save_seconds = 0.0
         self.eval_loss: float | None = None
         self._forward_flops = forward_flops(config.model)
         peak = config.metrics.peak_tflops
@@ -258,11 +247,13 @@ class _Run:
         if self.step < self.config.training.steps and not self.stop.requested:
             self.progress.message(report.mfu_definition(self._peak))
             self._make_steps()
-        self._read_pending()
         if self.step:
             self._save(wait=True)
         if not self.stop.requested:
             self._evaluate()
+        if self._goodput.steps:
+            share, steps, wall = self._goodput.share(), self._goodput.useful_seconds, self._goodput.wall_seconds()
+            self.progress.message(report.goodput(share, steps, wall, self._save_seconds))
         if self.stop.requested:
             kept = f"the state is saved in {self.config.run_dir}" if self.step else "there is nothing to save yet"
             self.progress.message(
@@ -279,6 +270,8 @@ class _Run:
         config = self.config
         self.watchdog.at("compiling")
         train_step = lower_train_step(self.program, config, self.mesh, self.state).compile(compiler_options(self.mesh))
+        if memory := program_memory(train_step):
+            self.progress.message(report.memory(memory, device_bytes(self.mesh.local_devices[0])))
         batches = training_batches(
             config.data,
             batch_size=config.training.batch_size,
@@ -287,19 +280,31 @@ class _Run:
             process_index=self._part,
             process_count=self._parts,
         )
-        with contextlib.closing(batches):
+        folder = Path(config.run_dir) / "profile"
+        profile = StepProfile(config.training.profile_steps, folder, self.progress.message)
+        with contextlib.closing(batches), contextlib.closing(profile):
             while not self.stop.requested:
                 if self.step == config.training.steps:
                     self._read_pending()
                     if self.step == config.training.steps:
                         return
-                self._dispatch(train_step, batches)
+                if profile.starts_with(self.step + 1):
+                    self._read_pending()
+                    profile.start()
+                with profile.step(self.step + 1):
+                    self._dispatch(train_step, batches)
+                if profile.ends_with(self.step):
+                    self._read_pending()
+                    self.watchdog.at("writing the profile")
+                    profile.close()
                 if self.step % config.checkpoint.every == 0 or self.step % config.evaluation.every == 0:
                     self._read_pending()
                     if self.step % config.checkpoint.every == 0:
                         self._save()
                     if self.step % config.evaluation.every == 0 and self.step < config.training.steps:
                         self._evaluate()
+            # A profile that a stop cuts short holds its last step in full.
+            self._read_pending()
 
     def _dispatch(self, train_step, batches: Iterator) -> None:
         """Starts the next step, then reads the metrics of the one before it, so that the device never waits."""
@@ -310,7 +315,9 @@ class _Run:
         self.watchdog.at(f"step {self.step + 1}")
         self.state, metrics = train_step(self.state, batch)
         self.step += 1
-        before, self._pending = self._pending, _Pending(metrics, self.stop.vote(), dispatched, dispatched - started)
+        finished = self._goodput.end_of(metrics.step)
+        pending = _Pending(metrics, self.stop.vote(), dispatched, dispatched - started, finished)
+        before, self._pending = self._pending, pending
         self._read(before)
 
     def _read_pending(self) -> None:
@@ -336,6 +343,7 @@ class _Run:
         interval.flops += flops
         interval.documents += metrics.documents / batch
         self._last_read = now
+        self._goodput.add(pending.dispatched, pending.finished.result(), is_useful=not metrics.skipped_in_a_row)
         # Where no token counts there is no loss; it is written as null.
         loss = metrics.cross_entropy / metrics.weight if metrics.weight else math.nan
         if metrics.skipped_in_a_row:
@@ -346,6 +354,7 @@ class _Run:
         if metrics.step % self.config.metrics.every and metrics.step != self.config.training.steps:
             return
         peak = self._peak and self._peak * self.mesh.size
+        held = peak_device_bytes()
         self.writer.write(
             metrics.step,
             {
@@ -356,6 +365,10 @@ class _Run:
                 "tokens_per_second": tokens_per_second,
                 "step_seconds": interval.seconds / interval.steps,
                 "data_wait_seconds": interval.data_wait / interval.steps,
+                "save_seconds": interval.saving,
+                "restore_seconds": self._restore_seconds,
+                "goodput": self._goodput.share(),
+                "peak_memory_gib": held and held / GIB,
                 "mfu": interval.flops / interval.seconds / peak if peak else None,
                 "flops": self.flops,
                 "skipped_steps": metrics.skipped,
@@ -424,7 +437,11 @@ class _Run:
     def _save(self, wait: bool = False) -> None:
         self.watchdog.at(f"saving step {self.step}")
         metadata = {"config": to_dict(self.config), "flops": self.flops, **self._kept}
+        began = time.perf_counter()
         self.checkpoints.save(self.step, self.state, metadata, wait=wait)
+        seconds = time.perf_counter() - began
+        self._interval.saving += seconds
+        self._save_seconds += seconds
 
     def show_sample(self) -> None:
         """Prints how the model continues `evaluation.sample_prompt`; a run on several hosts shows none."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from synthetic import into_shards, numbered_documents
 
+from benchmarks.large_data import resident_mib, write_sparse
 from orthros_jax.data import dataset as dataset_module
 from orthros_jax.data.dataset import TokenDataset
 from orthros_jax.data.loader import bytes_per_token, documents_per_window
@@ -129,8 +130,41 @@ def test_windows_outside_the_range_are_refused(write_dataset):
             dataset[window]
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 64])
+def test_offsets_are_found_in_blocks(block, write_dataset, monkeypatch):
+    """Windows end within, at the first and at the last offset of a block, and span several blocks."""
+    monkeypatch.setattr(dataset_module, "_BLOCK", block)
+    lengths = np.random.default_rng(block).integers(1, 9, 60).tolist()
+    documents = numbered_documents([*lengths, 70, 1, 1, 1, 1, 1, 1, 1, 30], first=1)
+    dataset = TokenDataset(write_dataset("set", into_shards(documents, 4)), "train", 7)
+    found = [(w["tokens"].tolist(), w["segment_ids"].tolist()) for w in dataset]
+    assert found == reference_windows(documents, 7)
+
+
+def test_memory_does_not_grow_with_what_is_read(tmp_path):
+    """2B tokens, 2M documents: mapped files would count as memory of the process page by page."""
+    write_sparse(tmp_path / "set", 2_000_000_000, shards=8)
+    dataset = TokenDataset(tmp_path / "set", "train", 2048)
+    assert abs(dataset.tokens / dataset.documents - 1000) < 50
+    windows = np.random.default_rng(0).integers(0, len(dataset), 20_000).tolist()
+    tokens, segment_ids = np.zeros(2049, np.int32), np.zeros(2049, np.int32)
+    dataset.read(windows[0], tokens, segment_ids)
+    before = resident_mib("VmRSS")
+    for window in windows:
+        dataset.read(window, tokens, segment_ids)
+    assert resident_mib("VmRSS") - before < 32
+
+
+def test_a_file_that_shrinks_while_it_is_read(write_dataset):
+    folder = write_dataset("set", [[[1, 2, 3, 4, 5]]])
+    dataset = TokenDataset(folder, "train", 4)
+    os.truncate(folder / "train-00000.tokens", 4)
+    with pytest.raises(UserError, match=r"train-00000\.tokens: has become shorter while it is read; copy"):
+        dataset[0]
+
+
 def test_open_files_are_bounded(write_dataset, monkeypatch):
-    monkeypatch.setattr(dataset_module, "MAPPED_SHARDS", 4)
+    monkeypatch.setattr(dataset_module, "OPEN_SHARDS", 4)
     documents = numbered_documents([3] * 40, first=1)
     dataset = TokenDataset(write_dataset("set", into_shards(documents, 40)), "train", 2)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0

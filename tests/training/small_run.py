@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from settings import make_config
 
+from benchmarks.soak import TIMES
 from orthros_jax.config import Config
 from orthros_jax.data.loader import training_batches
 from orthros_jax.data.prepare import prepare
@@ -25,9 +26,6 @@ from orthros_jax.training.step import TrainState, make_program
 
 LENGTH = 32
 BATCH = 8
-# What differs from one run to the next.
-TIMES = ("tokens_per_second", "step_seconds", "data_wait_seconds", "mfu")
-
 SETTINGS: dict[str, Any] = {
     "model.vocab_size": 260,
     "model.num_layers": 2,

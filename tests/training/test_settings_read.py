@@ -31,6 +31,7 @@ READ = ["data.sequence_length", "data.shuffle", "training.batch_size", "training
 # Each changes what a short run leaves or prints.
 RUN = [
     "training.steps",
+    "training.profile_steps",
     "checkpoint.every",
     "checkpoint.keep_last",
     "checkpoint.keep_every",
@@ -55,6 +56,7 @@ OTHERS = [
     "data.prefetch",
     "training.max_skipped_steps",
     "training.watchdog_seconds",
+    "training.compile_cache",
     "metrics.wandb",
     "metrics.wandb_project",
 ]
@@ -130,6 +132,7 @@ def _observed(run_dir, data, changes):
     reported = [{"step": line["step"], "mfu": line.get("mfu") is None, "keys": list(line)} for line in lines]
     words = finished.out.replace(str(run_dir), "RUN")
     # A process shows the choice of a kernel once, whatever the number of its runs.
+    words = re.sub(r"Goodput .*\n", "", words)
     shown = re.sub(r"Kernel .*\n|[\d.]+k? tokens/s .*", "", finished.err)
     return checkpoint_steps(run_dir), (run_dir / "tensorboard").exists(), reported, words, shown
 
@@ -214,6 +217,12 @@ def test_watchdog_seconds(data, tmp_path):
     with mock.patch.object(trainer, "Watchdog", wraps=trainer.Watchdog) as watchdog:
         run(config_of(tmp_path / "run", data, training__steps=1, training__watchdog_seconds=30.0))
     watchdog.assert_called_once_with(30.0)
+
+
+def test_compile_cache(data, tmp_path):
+    with mock.patch.object(trainer, "use_compile_cache") as use:
+        run(config_of(tmp_path / "run", data, training__steps=1, training__compile_cache="compiled"))
+    use.assert_called_once_with("compiled")
 
 
 def test_wandb_and_its_project(data, tmp_path):

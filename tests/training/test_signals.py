@@ -1,41 +1,21 @@
 """SIGTERM and SIGINT at every stage of a run: it saves the last completed step, says so, and goes on from there."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from small_run import checkpoint_steps, config_of, copy_run, metrics, run
+from stages import signals_at
 
 from orthros_jax.config_reader import save_config
-from orthros_jax.training import trainer
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("compile_cache")
-
-
-@contextlib.contextmanager
-def _signals_at(stage, *numbers):
-    """Sends signals to this process when a run enters a stage, and notes the stages that follow."""
-    later = []
-
-    class Watchdog(trainer.Watchdog):
-        def at(self, entered):
-            super().at(entered)
-            if entered == stage and not later:
-                for number in numbers:
-                    os.kill(os.getpid(), number)
-            if later or entered == stage:
-                later.append(entered)
-
-    with mock.patch.object(trainer, "Watchdog", Watchdog):
-        yield later
 
 
 def _stopped(by, step, run_dir):
@@ -44,7 +24,7 @@ def _stopped(by, step, run_dir):
 
 def test_during_the_first_compilation(finished, data, tmp_path):
     config = config_of(tmp_path / "run", data)
-    with _signals_at("compiling", signal.SIGTERM) as stages:
+    with signals_at("compiling", signal.SIGTERM) as stages:
         first = run(config)
     assert first.code == 0
     assert stages == ["compiling"]
@@ -59,7 +39,7 @@ def test_during_the_first_compilation(finished, data, tmp_path):
 def test_during_the_compilation_of_a_resumed_run(finished, data, tmp_path):
     copy_run(finished.run_dir, tmp_path / "run", last_checkpoint=8)
     config = config_of(tmp_path / "run", data)
-    with _signals_at("compiling", signal.SIGINT):
+    with signals_at("compiling", signal.SIGINT):
         first = run(config)
     assert first.code == 0
     assert first.out.endswith(_stopped("SIGINT", 8, tmp_path / "run"))
@@ -71,7 +51,7 @@ def test_inside_an_evaluation(finished, data, tmp_path):
     """An evaluation of many batches ends with the batch under way, and is made up for."""
     config = config_of(tmp_path / "run", data, evaluation__every=4)
     whole = run(config_of(tmp_path / "whole", data, evaluation__every=4))
-    with _signals_at("evaluation after step 4, batch 3", signal.SIGTERM) as stages:
+    with signals_at("evaluation after step 4, batch 3", signal.SIGTERM) as stages:
         first = run(config)
     assert first.code == 0
     assert stages == ["evaluation after step 4, batch 3", "saving step 4"]
@@ -89,7 +69,7 @@ def test_inside_an_evaluation(finished, data, tmp_path):
 )
 def test_in_the_middle_of_a_step(numbers, finished, data, tmp_path):
     config = config_of(tmp_path / "run", data)
-    with _signals_at("step 7", *numbers) as stages:
+    with signals_at("step 7", *numbers) as stages:
         first = run(config)
     assert first.code == 0
     assert stages == ["step 7", "saving step 7"]
@@ -101,7 +81,7 @@ def test_in_the_middle_of_a_step(numbers, finished, data, tmp_path):
 
 def test_during_the_final_evaluation(finished, data, tmp_path):
     config = config_of(tmp_path / "run", data)
-    with _signals_at("evaluation after step 12, batch 2", signal.SIGTERM):
+    with signals_at("evaluation after step 12, batch 2", signal.SIGTERM):
         first = run(config)
     assert first.code == 0
     assert first.out.endswith(_stopped("SIGTERM", 12, tmp_path / "run"))
