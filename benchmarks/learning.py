@@ -154,7 +154,7 @@ def losses_by_position(config: ModelConfig, params: dict, data: DataConfig) -> t
 
     batches = evaluation_batches(data, batch_size=8)
     found = [jax.device_get(sums(params, batch["tokens"], batch["segment_ids"])) for batch in batches]
-    entropy, count = (np.sum(x, axis=0, dtype=np.float64) for x in zip(*found, strict=True))
+    entropy, count = np.asarray(found, np.float64).sum(axis=0)
     return entropy, count
 
 

@@ -13,6 +13,8 @@ from benchmarks import inference
 from orthros_jax.model import build_model
 from orthros_jax.model.attention import KINDS
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 
 @pytest.mark.parametrize("kind", inference.KIND_NAMES)
 @pytest.mark.parametrize("length", [5, 40])

@@ -4,6 +4,7 @@ import gzip
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -51,7 +52,7 @@ def test_losses_by_position_are_parts_of_the_held_out_loss(data):
     assert count.sum() == sum(float(s.weight) for s in sums)
     expected = np.zeros(data.sequence_length)
     for batch in batches:
-        layout, targets = streams.pretraining(batch["tokens"], batch["segment_ids"])
+        layout, targets = streams.pretraining(jnp.asarray(batch["tokens"]), jnp.asarray(batch["segment_ids"]))
         ids = np.asarray(layout.segment_ids)
         for row, weights in zip(ids, np.asarray(targets.weights), strict=True):
             for i, weight in enumerate(weights):

@@ -25,6 +25,8 @@ from orthros_jax.config import (
 from orthros_jax.sharding import batch_sharding, build_mesh, check_divisible, parameter_spec, state_shardings
 from orthros_jax.training.step import make_program
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 _MODEL = ModelConfig(
     vocab_size=48,
     num_layers=3,

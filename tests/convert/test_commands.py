@@ -33,6 +33,8 @@ from orthros_jax.errors import UserError
 from orthros_jax.training.checkpoint import read_metadata
 from orthros_jax.training.trainer import train
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 TEXT = ["The dog has two heads.", "é ∑ \ud83d\ude00\n\ttabs  spaces".encode("utf-16", "surrogatepass").decode("utf-16")]
 
 

@@ -40,7 +40,7 @@ torch = pytest.importorskip("torch", reason="needs requirements-torch.txt")
 transformers = pytest.importorskip("transformers", reason="needs requirements-torch.txt")
 
 # Warnings of these two libraries about each other are not ours to repair.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("compile_cache")]
 TOLERANCE = 1e-4
 EXPORTED = {
     "scale-offset": {},

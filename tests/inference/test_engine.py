@@ -17,6 +17,8 @@ from orthros_jax.inference.weights import weight_shapes
 from tests.interpreted import interpret_tpu_kernels
 from tests.model.small import fast_jit, logits, random_params, small_config
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 T, W = 40, 4
 CLOSE = {"rtol": 0, "atol": 1e-4}
 

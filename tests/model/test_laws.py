@@ -19,6 +19,8 @@ from pallas_kernels.dual_stream_attention import xla
 
 from .small import backends, fast_jit, graph_of, logits, random_params, small_config
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 T, W = 20, 4
 KINDS = ("orthros", "transformer", "sliding_window")
 

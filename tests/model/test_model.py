@@ -11,6 +11,8 @@ from orthros_jax import streams
 from . import reference
 from .small import compute_logits, fast_jit, logits, random_params, small_config
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 _CASES = {
     "scale_offset": {},
     "shared": {"query_sharing": "shared"},

@@ -13,6 +13,8 @@ from orthros_jax.loss import cross_entropy
 
 from .small import fast_jit, graph_of, random_params, small_config
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 T = 64
 
 

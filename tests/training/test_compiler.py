@@ -16,6 +16,8 @@ from orthros_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig,
 from orthros_jax.training.compiler import compiler_options, use_device_memory
 from orthros_jax.training.step import make_program, output_rows
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 T, B = 16, 4
 MODEL: dict[str, Any] = {
     **{"vocab_size": 48, "num_layers": 4, "model_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8},

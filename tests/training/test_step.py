@@ -14,6 +14,8 @@ import pytest
 from orthros_jax.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from orthros_jax.training.step import make_program
 
+pytestmark = pytest.mark.usefixtures("compile_cache")
+
 T, B, V = 12, 8, 48
 
 
