@@ -160,14 +160,17 @@ def test_meshes(axes, kind, cache_dtype):
 @pytest.mark.parametrize(
     ("kind", "cache_dtype", "bound"),
     [
-        ("orthros", "int8", 0.15),
-        ("orthros", "float8_e4m3fn", 0.3),
-        ("transformer", "int8", 0.15),
-        ("sliding_window", "float8_e4m3fn", 0.3),
+        ("orthros", "int8", 0.03),
+        ("orthros", "float8_e4m3fn", 0.06),
+        ("transformer", "int8", 0.03),
+        ("sliding_window", "float8_e4m3fn", 0.06),
     ],
 )
 def test_8_bit_caches_stay_within_their_measured_error(kind, cache_dtype, bound):
-    """The bounds are on the RMS error over the RMS of the logits; three layers, weights of order 1."""
+    """RMS error over the RMS of the logits; three layers, weights of order 1.
+
+    Four draws of the weights gave 0.009 to 0.016 with int8 and 0.027 to 0.038 with float8.
+    """
     config = small_config(kind=kind)
     params = random_params(config)
     rows = random_rows(2)
