@@ -13,9 +13,9 @@ weights and cache. "ratio" is the Transformer's time over Orthros's, "of operati
 On several devices Orthros cuts prompts over them, with its weights on each, and the Transformer its heads,
 feed-forward width and vocabulary: each kind the way that suits it.
 
-A prompt whose cache in bfloat16 does not fit beside the weights gets an 8-bit cache. The Transformer's time at more
-than `--longest-full` tokens, or where both caches do not fit at once, is that of one hidden layer, measured, times
-their number.
+A prompt whose cache in bfloat16 does not fit beside the weights gets an 8-bit cache. Where both caches do not fit at
+once the kinds run one after the other. The Transformer's time at more than `--longest-full` tokens, or where its cache
+in bfloat16 does not fit, is that of one hidden layer, measured, times their number.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from orthros_jax.inference.engine import Engine, inference_mesh
 from orthros_jax.inference.weights import weight_shapes
 from orthros_jax.model.attention import KINDS
 from orthros_jax.model.flops import forward_flops
+from orthros_jax.training.compiler import use_device_memory
 
 _QWEN3_8B = ModelConfig(
     vocab_size=151936,
@@ -274,6 +275,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON (default: %(default)s)")
     arguments = parser.parse_args(argv)
     argv = sys.argv[1:] if argv is None else argv
+    use_device_memory()
     ceilings = (arguments.operations_per_second, arguments.bytes_per_second)
     config = SHAPES[arguments.shape]
     config = dataclasses.replace(config, num_layers=arguments.layers or config.num_layers)
@@ -346,7 +348,11 @@ def main(argv: list[str] | None = None) -> None:
     if plain:
         measure(plain, KIND_NAMES, None, 2)
     for length in long:
-        measure([length], ("orthros",), *((None, 2) if fits(length, 1) else ("int8", 1)))
+        alone = fits(length, 1)
+        measure([length], ("orthros",), *((None, 2) if alone else ("int8", 1)))
+        if alone and length <= arguments.longest_full:
+            measure([length], ("transformer",), None, 2)
+            continue
         full = layer_estimate(
             configs["transformer"], weights["transformer"], length, chunk, arguments.batch, devices=devices
         )

@@ -64,6 +64,21 @@ def test_a_run(tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_one_after_the_other(tmp_path):
+    """Where there is memory for one cache of 64 tokens but not two, both kinds are measured; more go by layers."""
+    config = inference.SHAPES["tiny"]
+    memory = inference.weight_bytes(config) + 1.5 * inference.cache_bytes(config, 66, 2)
+    options = ["--shape", "tiny", "--chunk", "128", "--new-tokens", "2", "--repeats", "1", "--memory", str(memory)]
+    inference.main([*options, "--lengths", "64,200", "--longest-full", "200", "--results", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    rows = json.loads(path.read_text())["rows"]
+    found = [(row["kind"], row["tokens"], row.get("is_estimate", False)) for row in rows]
+    expected = [("orthros", 64, False), ("transformer", 64, False), ("orthros", 200, False), ("transformer", 200, True)]
+    assert found == expected
+    assert [row.get("cache_bytes_per_number") for row in rows] == [2, 2, 1, None]
+
+
+@pytest.mark.slow
 def test_a_run_on_two_devices(tmp_path):
     options = ["--shape", "tiny", "--lengths", "300", "--chunk", "128", "--new-tokens", "2", "--repeats", "1"]
     inference.main([*options, "--devices", "2", "--results", str(tmp_path)])
